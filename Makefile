@@ -1,0 +1,49 @@
+# Every target builds what it needs in $(VENV); on a fresh machine `make demo` or `make test` is the only command.
+#   PYTHON  interpreter that creates the environment
+#   TORCH   requirement used when torch is missing in it, e.g. TORCH="torch --index-url <CPU index>"
+#   ARGS    extra arguments of the demo or of pytest
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: demo test test-all quality format clean
+
+demo: $(VENV)/.demo
+	$(PY) examples/demo.py $(ARGS)
+
+test: $(VENV)/.test
+	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+
+test-all: $(VENV)/.test
+	$(PY) -m pytest $(ARGS)
+
+quality: $(VENV)/.quality
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+format: $(VENV)/.quality
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+$(VENV)/.torch:
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
+	$(PIP) install -e ".[$*]"
+	@touch $@
+
+# The linter needs neither torch nor the package, and its requirement is read from pyproject.toml.
+$(VENV)/.quality: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $$(sed -n 's/^quality = \["\(.*\)"\]/\1/p' pyproject.toml)
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

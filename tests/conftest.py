@@ -1,0 +1,94 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+import logging
+import os
+import random
+
+import pytest
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch  # noqa: E402
+
+
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:
+    settings = None
+
+if settings is not None:
+    common = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "print_blob": True}
+    settings.register_profile("default", max_examples=150, **common)
+    settings.register_profile("long", max_examples=2500, **common)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_collection_modifyitems(config, items):
+    strict = [
+        pytest.mark.filterwarnings(f"error::{category}:{module}")
+        for category, module in (
+            ("FutureWarning", r"transformers(\.|$)"),
+            ("FutureWarning", r"transformers_dflash2(\.|$)"),
+            ("DeprecationWarning", r"transformers_dflash2(\.|$)"),
+        )
+    ]
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        for mark in strict:
+            # In front, so that a test's own marks have the last word.
+            item.add_marker(mark, append=False)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """Tiny models are fastest on one thread, and sums then run in one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+class _DeprecationNotices(logging.Handler):
+    """Collects what `transformers` logs about deprecated use."""
+
+    def __init__(self):
+        super().__init__(level=logging.WARNING)
+        self.messages = []
+
+    def emit(self, record):
+        message = record.getMessage()
+        if "deprecat" in message.lower():
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def no_deprecated_use():
+    """A deprecation notice that `transformers` logs fails the test; those it warns about are errors by filter."""
+    logger = logging.getLogger("transformers")
+    handler = _DeprecationNotices()
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
+    if handler.messages:
+        pytest.fail(f"transformers logged a deprecation notice: {handler.messages[0]}")

@@ -1,0 +1,149 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Private calls into `transformers`, one function per difference between supported versions.
+
+Supported: 5.17 and later. Nothing else in the package reaches for a private name of the host.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+from transformers.generation import GenerationMixin
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+
+# The name of the key-value cache in model inputs and in generate's outputs: `cache` from 5.24, before it
+# `past_key_values`.
+CACHE_KEY = (
+    "cache"
+    if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+# Names of `cache_implementation` that ask for preallocated buffers.
+STATIC_CACHE_IMPLEMENTATIONS = ("static", "offloaded_static", "hybrid", "sliding_window", "hybrid_chunked")
+
+
+def get_cache(model_kwargs: dict[str, Any]) -> Cache | None:
+    """The key-value cache among the keyword arguments of a model call, under whichever name it travels."""
+    for key in ("cache", "past_key_values"):
+        if model_kwargs.get(key) is not None:
+            return model_kwargs[key]
+    return None
+
+
+def prefill(target, input_ids: torch.Tensor, generation_config, model_kwargs: dict[str, Any]):
+    """
+    Run the prompt through the target as plain `generate` does: unseen tokens only, in chunks when asked to.
+
+    Returns:
+        The target's output for the last chunk. `model_kwargs` then hold the filled cache.
+    """
+    outputs = target._prefill(input_ids, generation_config, model_kwargs)
+    model_kwargs[CACHE_KEY] = outputs[CACHE_KEY]
+    return outputs
+
+
+def block_inputs(target, block_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """
+    Model inputs of a forward over `block_ids` on top of a filled cache.
+
+    Args:
+        target: The target model.
+        block_ids (`torch.LongTensor` of shape `(batch, block)`): Tokens that are not in the cache yet.
+        model_kwargs (`dict`): Their positions, the mask over cache and block, the cache, and what the caller of
+            `generate` passed on to the model.
+    """
+    return target.prepare_inputs_for_generation(block_ids, next_sequence_length=block_ids.shape[1], **model_kwargs)
+
+
+def make_output(output_class: type[GenerateDecoderOnlyOutput], cache: Cache | None, **fields):
+    """Build one of `generate`'s output classes, with the cache under the host's name for it."""
+    return output_class(**{CACHE_KEY: cache}, **fields)
+
+
+def unsupported_cache_layer(cache: Cache, *, batch_size: int) -> str | None:
+    """
+    Why a cache cannot forget rejected tokens, or `None` if it can.
+
+    Args:
+        cache ([`~transformers.Cache`]): The target's cache.
+        batch_size (`int`): Rows; more than one need layers whose rows can be moved separately.
+    """
+    for layer in cache.layers:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            continue
+        name = type(layer).__name__
+        if not isinstance(layer, CacheLayerMixin) or "Linear" in name:
+            return f"its layer {name} keeps a recurrent state that cannot be rolled back"
+        if "Static" in name:
+            return f"its layer {name} is preallocated"
+        if "Quantized" in name:
+            return f"its layer {name} stores quantised keys that cannot be cropped"
+        if batch_size > 1 or not isinstance(layer, DynamicLayer):
+            return f"its layer {name} cannot be cropped row by row"
+    return None
+
+
+def set_past_recording(cache: Cache, record: bool) -> None:
+    """Make sliding layers keep what a block pushes out of the window until the next crop, or stop doing so."""
+    for layer in cache.layers:
+        if hasattr(layer, "record_past"):
+            layer.record_past = record
+
+
+def sliding_window_of(layer) -> int | None:
+    """The window of a cache layer, `None` for one that keeps everything."""
+    return layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+
+
+def set_layer_content(layer, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+    """Replace the content of a dynamic cache layer; `length` is the number of tokens seen, also by a sliding layer."""
+    layer.keys, layer.values = keys, values
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = length
+
+
+def must_synchronise_ranks(target) -> bool:
+    """Whether several processes have to run the same number of forwards (DeepSpeed ZeRO-3, FSDP)."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    if torch.distributed.get_world_size() < 2:
+        return False
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+    from transformers.integrations.fsdp import is_fsdp_managed_module
+
+    return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)
+
+
+__all__ = [
+    "CACHE_KEY",
+    "STATIC_CACHE_IMPLEMENTATIONS",
+    "block_inputs",
+    "get_cache",
+    "make_output",
+    "must_synchronise_ranks",
+    "prefill",
+    "set_layer_content",
+    "set_past_recording",
+    "sliding_window_of",
+    "unsupported_cache_layer",
+]

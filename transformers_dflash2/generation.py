@@ -1,0 +1,849 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The decoding loop.
+
+A round drafts a block behind every row's last committed token (the *anchor*), runs `[anchor, drafted tokens]` through
+the target in one forward, commits the drafted tokens that the target agrees with plus one token of the target's own,
+and makes both caches forget the rest. Committed tokens are those plain decoding would give: the target's logits pass
+through the request's own processors, with the prefix plain decoding would show them, and every stopping rule is asked
+after every token.
+
+**Rows.** Each row of a batch advances by its own count. In the target's cache rows are kept aligned on the right, as
+left-padded prompts are: after a round every row's entries are moved so that its last kept one is in the last column,
+and a two-dimensional mask hides what lies before its first. Host masks, sliding windows and attention functions then
+work as they do for left padding.
+
+**Processors.** There are three ways to process a block's logits, chosen once per call:
+
+* `block`: every processor looks at scores only (temperature, top-k, top-p, ...); all rows and slots at once.
+* `rows`: the host's prefix-dependent processors (penalties, n-grams, forced tokens, ...); row by row, token by token,
+  each call with the prefix plain decoding would pass.
+* `lockstep`: anything else in a batch, such as a custom processor or stopping rule that may keep state or count rows.
+  Rows advance by the smallest accepted count, so that every call sees exactly the batch plain decoding would show it,
+  once and in order. A custom class that only looks at the rows it is given can opt for `rows` by setting the
+  attribute `is_row_independent = True`.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation import logits_process, stopping_criteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import compat
+from .candidate_generator import DraftSession
+from .functional_dflash2 import accept_greedy, accept_sampled, residual_distribution
+from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
+from .target import FeatureTap, TargetAdapter
+
+
+logger = logging.getLogger("transformers_dflash2")
+
+# Processors of the host whose result depends on the scores alone.
+_SCORE_PROCESSORS = (
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+    logits_process.MinPLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopHLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+)
+
+# Processors of the host that look at one row's prefix and keep nothing between calls.
+_ROW_PROCESSORS = (
+    logits_process.ExponentialDecayLengthPenalty,
+    logits_process.ForcedBOSTokenLogitsProcessor,
+    logits_process.ForcedEOSTokenLogitsProcessor,
+    logits_process.MinLengthLogitsProcessor,
+    logits_process.MinNewTokensLengthLogitsProcessor,
+    logits_process.NoBadWordsLogitsProcessor,
+    logits_process.NoRepeatNGramLogitsProcessor,
+    logits_process.RepetitionPenaltyLogitsProcessor,
+    logits_process.SequenceBiasLogitsProcessor,
+    logits_process.SuppressTokensAtBeginLogitsProcessor,
+)
+
+# Stopping rules of the host that look at one row.
+_ROW_CRITERIA = (
+    stopping_criteria.EosTokenCriteria,
+    stopping_criteria.MaxLengthCriteria,
+    stopping_criteria.MaxTimeCriteria,
+    stopping_criteria.StopStringCriteria,
+)
+
+
+@dataclass
+class DFlash2Stats:
+    """
+    Figures of one `generate` call.
+
+    Args:
+        rounds (`int`):
+            Draft-and-verify rounds, summed over rows: a row that is finished takes part in no round.
+        drafted (`int`): Tokens proposed to the target, summed over rounds.
+        accepted (`int`): Proposed tokens that were committed.
+        accepted_per_position (`list[int]`): How often the token at offset 1, 2, ... of a block was committed.
+        drafted_per_position (`list[int]`): How often a token was proposed at that offset.
+        fallback_rounds (`int`): Rounds of a row whose draft was not finite and that took a plain target step instead.
+        target_passes (`int`): Forwards of the target, prefill included.
+        new_tokens (`int`): Committed tokens, summed over rows.
+        phase_seconds (`dict[str, float]`):
+            Wall time of `prefill`, `draft`, `verify`, `accept` and `commit`, when the environment variable
+            `TRANSFORMERS_DFLASH2_TIMING=1` asks for it; empty otherwise.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+    fallback_rounds: int = 0
+    target_passes: int = 0
+    new_tokens: int = 0
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Mean number of tokens committed per row and round, the target's own token included: 1 + accepted / rounds."""
+        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+
+    def _count(self, proposed: int, accepted: int) -> None:
+        self.rounds += 1
+        self.drafted += proposed
+        self.accepted += accepted
+        for counts, upto in ((self.drafted_per_position, proposed), (self.accepted_per_position, accepted)):
+            counts.extend([0] * (max(proposed, accepted) - len(counts)))
+            for position in range(upto):
+                counts[position] += 1
+
+
+@dataclass
+class DFlash2GenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """
+    [`~transformers.generation.GenerateDecoderOnlyOutput`] with the figures of the call.
+
+    Args:
+        dflash2_stats ([`DFlash2Stats`]): Acceptance figures.
+    """
+
+    dflash2_stats: DFlash2Stats | None = None
+
+
+@dataclass
+class _Step:
+    """What the caller wants to see of one committed token; shapes as for one row of plain decoding."""
+
+    scores: torch.Tensor | None = None  # [vocab]
+    logits: torch.Tensor | None = None  # [vocab]
+    hidden_states: tuple[torch.Tensor, ...] | None = None  # [1, 1, hidden] per layer
+    attentions: tuple[torch.Tensor, ...] | None = None  # [1, heads, 1, columns] per layer
+
+
+@dataclass
+class _Verified:
+    """The target's answer to a block."""
+
+    logits: torch.Tensor  # [batch, block, vocab]
+    proposal: DFlash2Proposal | None
+    slots: int
+    outputs: Any
+
+
+class SpeculativeDecoding:
+    """
+    One `generate` call: the request, the rows' progress and the phases of a round.
+
+    Args:
+        target: The target model.
+        draft ([`DFlash2DraftModel`]): The drafter.
+        input_ids (`torch.LongTensor` of shape `(batch, prompt)`): Left-padded prompts; `prompt` is 0 when only
+            embeddings were given.
+        logits_processor ([`~transformers.LogitsProcessorList`]): The request's processors, prepared by the host.
+        stopping_criteria ([`~transformers.StoppingCriteriaList`]): The request's rules, prepared by the host.
+        generation_config ([`~transformers.GenerationConfig`]): The request's resolved configuration.
+        num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default the drafter's block less one.
+        streamer ([`~transformers.generation.BaseStreamer`], *optional*): Receives tokens as plain decoding would.
+        model_kwargs (`dict`): Model inputs, prepared by the host.
+    """
+
+    def __init__(
+        self,
+        target,
+        draft: DFlash2DraftModel,
+        input_ids: torch.LongTensor,
+        *,
+        logits_processor: logits_process.LogitsProcessorList,
+        stopping_criteria: stopping_criteria.StoppingCriteriaList,
+        generation_config,
+        num_assistant_tokens: int | None,
+        streamer,
+        model_kwargs: dict[str, Any],
+    ):
+        if draft.dtype == torch.float16 and not draft.allow_fp16:
+            raise ValueError(
+                "The drafter is in float16, whose range its hidden states exceed. Move it with "
+                "draft.to(torch.bfloat16), or set draft.allow_fp16 = True to use float16 all the same."
+            )
+        self.target, self.draft = target, draft
+        self.adapter = TargetAdapter(target, draft.config)
+        self.processors, self.criteria = logits_processor, stopping_criteria
+        self.config, self.streamer, self.model_kwargs = generation_config, streamer, model_kwargs
+        self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
+        self.device = input_ids.device
+        self.batch_size, self.prompt_columns = input_ids.shape
+        self._check_cache()
+
+        self.do_sample = bool(generation_config.do_sample)
+        self.temperature = _request_temperature(logits_processor) if self.do_sample else 1.0
+        self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        limits = [c.max_length for c in stopping_criteria if isinstance(c, logits_length_criterion)]
+        self.max_length = min(limits) if limits else math.inf
+        self.mode = self._choose_mode()
+
+        wants = generation_config if generation_config.return_dict_in_generate else None
+        self.wants_scores = bool(wants and wants.output_scores)
+        self.wants_logits = bool(wants and wants.output_logits)
+        self.wants_hidden = bool(wants and wants.output_hidden_states)
+        self.wants_attentions = bool(wants and wants.output_attentions)
+        self.steps: list[list[_Step]] = [[] for _ in range(self.batch_size)]
+
+        # Padded on the right with the pad token, so that a finished row needs no further writes.
+        pad = generation_config._pad_token_tensor
+        self.pad_token_id = 0 if pad is None else int(pad)
+        room = self.max_length - self.prompt_columns if math.isfinite(self.max_length) else 256
+        self.ids = torch.full(
+            (self.batch_size, self.prompt_columns + max(int(room), 1)),
+            self.pad_token_id,
+            dtype=torch.long,
+            device=self.device,
+        )
+        self.ids[:, : self.prompt_columns] = input_ids
+        self.new = [0] * self.batch_size
+        self.finished = [False] * self.batch_size
+        self.streamed = 0
+        self.stats = DFlash2Stats()
+        self._timer = _PhaseTimer(self.stats, draft.device)
+
+    # ------------------------------------------------------------------------------------------------ the request
+
+    def _check_cache(self) -> None:
+        cache = compat.get_cache(self.model_kwargs)
+        if cache is None:
+            raise ValueError(
+                f"{type(self.target).__name__} was given no key-value cache that can be rolled back. "
+                "Assisted generation needs use_cache=True and a model that uses transformers' Cache classes."
+            )
+        reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
+        if reason is not None:
+            raise ValueError(
+                f"The cache ({type(cache).__name__}) cannot be used with a DFlash2 drafter: {reason}. Pass a "
+                "DynamicCache, or leave the cache to generate."
+            )
+
+    def _choose_mode(self) -> str:
+        if all(type(processor) in _SCORE_PROCESSORS for processor in self.processors):
+            mode = "block"
+        else:
+            mode = "rows"
+        if self.batch_size == 1:
+            return mode
+        rows_suffice = all(
+            type(processor) in _SCORE_PROCESSORS + _ROW_PROCESSORS or getattr(processor, "is_row_independent", False)
+            for processor in self.processors
+        ) and all(
+            type(criterion) in _ROW_CRITERIA or getattr(criterion, "is_row_independent", False)
+            for criterion in self.criteria
+        )
+        # Without an end token a row that has met its stopping rule keeps generating until all have.
+        lengths_only = all(isinstance(c, logits_length_criterion) for c in self.criteria)
+        if not rows_suffice or not (self.has_eos or lengths_only):
+            return "lockstep"
+        return mode
+
+    # ------------------------------------------------------------------------------------------------ the loop
+
+    @torch.no_grad()
+    def run(self) -> DFlash2GenerateDecoderOnlyOutput | torch.LongTensor:
+        """Generate, and return what plain `generate` would."""
+        cache = None
+        try:
+            with self.adapter.tap() as tap:
+                self._prefill(tap)
+                cache = compat.get_cache(self.model_kwargs)
+                compat.set_past_recording(cache, True)
+                while not all(self.finished):
+                    self._round(tap)
+        finally:
+            if cache is not None:
+                compat.set_past_recording(cache, False)
+        if self.streamer is not None:
+            self.streamer.end()
+        self.stats.new_tokens = sum(self.new)
+        self.draft.last_stats = self.stats
+        logger.debug(
+            "generate: %d new tokens in %d target passes, %d rounds, mean accepted length %.2f, per position %s, "
+            "%d fallback rounds, mode %s",
+            self.stats.new_tokens,
+            self.stats.target_passes,
+            self.stats.rounds,
+            self.stats.mean_accepted_length,
+            self.stats.accepted_per_position,
+            self.stats.fallback_rounds,
+            self.mode,
+        )
+        return self._result()
+
+    def _prefill(self, tap: FeatureTap) -> None:
+        with self._timer("prefill"):
+            cache = compat.get_cache(self.model_kwargs)
+            cached = cache.get_seq_length()
+            prompt_ids = self.ids[:, : self.prompt_columns]
+            outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
+            self.stats.target_passes += 1
+            cache = compat.get_cache(self.model_kwargs)
+            reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
+            if reason is not None:
+                raise ValueError(f"The target's cache cannot be used with a DFlash2 drafter: {reason}.")
+            features = tap.take()
+
+        # Columns of the cache. They differ from the prompt's when only embeddings were given.
+        columns = cache.get_seq_length()
+        self.columns = [columns] * self.batch_size
+        self.width = columns
+        self.valid = self._prompt_mask(columns)
+        entries = features[0].shape[1]
+        fresh = self.valid[:, columns - entries :]
+        positions = (self.valid.long().cumsum(-1) - 1)[:, columns - entries :]
+        counts = fresh.sum(-1).tolist()
+        # Tokens in the target's cache, padding not counted: the position of the next one.
+        self.committed = self.valid.sum(-1).tolist()
+        self._position_base = self._last_positions()
+        self._pending = self._pack(features, positions, counts, fresh)
+        self.session: DraftSession | None = None
+
+        logits = outputs.logits[:, -1:]
+        self._accept(_Verified(logits, None, 0, outputs))
+        self._emit()
+
+    def _round(self, tap: FeatureTap) -> None:
+        active = [row for row in range(self.batch_size) if not self.finished[row]]
+        room = max(self.max_length - self.prompt_columns - self.new[row] for row in active)
+        slots = int(min(self.slots, room - 1))
+        proposal = self._draft(slots) if slots > 0 else None
+        verified = self._verify(proposal, slots)
+        with self._timer("accept"):
+            kept = self._accept(verified)
+        with self._timer("commit"):
+            features = tap.take()
+            self._commit(features, verified, kept, active)
+        self._emit()
+
+    # ------------------------------------------------------------------------------------------------ draft
+
+    def _draft(self, slots: int) -> DFlash2Proposal:
+        with self._timer("draft"):
+            if self.session is None:
+                self.session = DraftSession(
+                    self.draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1
+                )
+            if self._pending is not None:
+                self.session.append(*self._pending)
+                self._pending = None
+            proposal = self.session.propose(
+                self._anchors(),
+                torch.tensor(self.committed, device=self.device),
+                slots=slots,
+                temperature=self.temperature,
+                greedy=not self.do_sample,
+            )
+            return DFlash2Proposal(
+                *(t.to(self.device) for t in (proposal.tokens, proposal.candidate_ids, proposal.q, proposal.usable))
+            )
+
+    def _anchors(self) -> torch.Tensor:
+        last = torch.tensor(self.new, device=self.device) + self.prompt_columns - 1
+        return self.ids.gather(1, last[:, None])[:, 0]
+
+    # ------------------------------------------------------------------------------------------------ verify
+
+    def _verify(self, proposal: DFlash2Proposal | None, slots: int) -> _Verified:
+        with self._timer("verify"):
+            block_ids = self._anchors()[:, None]
+            if proposal is not None:
+                block_ids = torch.cat([block_ids, proposal.tokens], dim=1)
+            inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(slots + 1))
+            outputs = self.target(**inputs, return_dict=True)
+            self.stats.target_passes += 1
+            return _Verified(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs)
+
+    def _block_kwargs(self, block: int) -> dict[str, Any]:
+        kwargs = dict(self.model_kwargs)
+        for key in ("inputs_embeds", "attention_mask"):
+            kwargs.pop(key, None)
+        if not bool(self.valid.all()):
+            ones = self.valid.new_ones(self.batch_size, block)
+            kwargs["attention_mask"] = torch.cat([self.valid, ones], dim=1).long()
+        if kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = self._block_positions(block)
+        if kwargs.get("token_type_ids") is not None:
+            kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:].expand(-1, block)
+        for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):
+            if kwargs.get(key) is not None:
+                kwargs[key] = kwargs[key].new_zeros(self.batch_size, block)
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = block
+        return kwargs
+
+    def _block_positions(self, block: int) -> torch.Tensor:
+        offsets = torch.tensor(self.new, device=self.device)[:, None] + torch.arange(block, device=self.device)
+        if math.isfinite(self.max_length):
+            # Rows that need no more tokens, or fewer than the block has, stay within the model's positions. What is
+            # computed there is thrown away.
+            offsets = offsets.clamp(max=self.max_length - self.prompt_columns)
+        return self._position_base + offsets.to(self._position_base)
+
+    # ------------------------------------------------------------------------------------------------ accept
+
+    def _accept(self, verified: _Verified) -> list[int]:
+        """Commit tokens to every unfinished row; returns how many each row took."""
+        before = list(self.new)
+        if self.mode == "block":
+            self._accept_block(verified)
+        elif self.mode == "rows":
+            for row in range(self.batch_size):
+                if not self.finished[row]:
+                    self._accept_step_by_step(verified, [row])
+        else:
+            self._accept_step_by_step(verified, list(range(self.batch_size)))
+        return [now - then for now, then in zip(self.new, before, strict=True)]
+
+    def _accept_block(self, verified: _Verified) -> None:
+        """All rows and slots at once: the processors need no prefix."""
+        logits, proposal, slots = verified.logits, verified.proposal, verified.slots
+        plain_argmax = not self.do_sample and not self.processors and not self.wants_scores and not self.wants_logits
+        if plain_argmax:
+            raw = scores = logits
+        else:
+            raw = logits.to(dtype=torch.float32, device=self.device, copy=True)
+            flat = raw.reshape(-1, raw.shape[-1])
+            # These processors do not look at the prefix.
+            prefix = self.ids[:, :1].repeat_interleave(slots + 1, dim=0)
+            scores = self.processors(prefix, flat.clone() if self.wants_logits else flat).view(raw.shape)
+        if proposal is None:
+            accepted = torch.zeros(self.batch_size, dtype=torch.long, device=self.device)
+        if not self.do_sample:
+            predictions = scores.argmax(dim=-1).to(self.device)
+            if proposal is not None:
+                accepted, _ = accept_greedy(proposal.tokens, predictions)
+                accepted = torch.where(proposal.usable, accepted, 0)
+            following = predictions.gather(1, accepted[:, None])
+        else:
+            probs = torch.softmax(scores, dim=-1)
+            if proposal is not None:
+                uniforms = torch.rand(self.batch_size, slots, device=self.device)
+                passed = accept_sampled(
+                    proposal.tokens, proposal.candidate_ids, proposal.q, probs[:, :slots], uniforms
+                )
+                passed = passed & proposal.usable[:, None]
+                accepted = passed.long().cumprod(dim=-1).sum(dim=-1)
+            rows = torch.arange(self.batch_size, device=self.device)
+            law = probs[rows, accepted]
+            if proposal is not None:
+                refused = accepted.clamp(max=slots - 1)
+                residual = residual_distribution(law, proposal.candidate_ids[rows, refused], proposal.q[rows, refused])
+                use_residual = (accepted < slots) & proposal.usable
+                law = torch.where(use_residual[:, None], residual, law)
+            following = torch.multinomial(law, num_samples=1)
+        parts = [accepted[:, None], following]
+        if proposal is not None:
+            parts += [proposal.usable[:, None].long(), proposal.tokens]
+        # The round's one read of device memory by the host.
+        for row, (count, bonus, *drafted) in enumerate(torch.cat(parts, dim=1).tolist()):
+            if self.finished[row]:
+                continue
+            tokens = [*drafted[1 : 1 + count], bonus]
+            taken = 0
+            for index, token in enumerate(tokens):
+                self._record(row, index, verified, scores=scores, raw=raw)
+                self._append([row], [token])
+                taken += 1
+                if self.finished[row]:
+                    break
+            self._count_round(verified, usable=bool(drafted[0]) if drafted else True, accepted=min(taken, count))
+
+    def _accept_step_by_step(self, verified: _Verified, rows: list[int]) -> None:
+        """
+        Token by token, with the calls plain decoding would make for these rows.
+
+        All rows of the group are at the same length; a finished one among them shows its padding, as in plain decoding.
+        """
+        proposal, slots = verified.proposal, verified.slots
+        unfinished = [row for row in rows if not self.finished[row]]
+        usable = {row: proposal is None or bool(proposal.usable[row]) for row in unfinished}
+        accepted = dict.fromkeys(unfinished, 0)
+        selection = slice(None) if len(rows) == self.batch_size else rows
+        for index in range(slots + 1):
+            live = [row for row in rows if not (self.finished[row] and self.has_eos)]
+            length = self.prompt_columns + self.new[live[0]]
+            prefix = self.ids[rows[0] : rows[0] + 1, :length] if len(rows) == 1 else self.ids[:, :length]
+            raw = verified.logits[selection, index].to(dtype=torch.float32, device=self.device, copy=True)
+            # Kept apart: a processor may write into what it is given.
+            kept_raw = raw.clone() if self.wants_logits else raw
+            scores = self.processors(prefix, raw)
+            offered = proposal is not None and index < slots
+            tokens, agreed = self._choose(scores, rows, proposal if offered else None, index, usable)
+            for row in live:
+                local = rows.index(row)
+                self._record(row, index, verified, scores_row=scores[local], raw_row=kept_raw[local])
+                if agreed[local]:
+                    accepted[row] = accepted.get(row, 0) + 1
+            self._append(live, [tokens[rows.index(row)] for row in live])
+            if len(rows) == self.batch_size:
+                self._emit()
+            if all(self.finished[row] for row in rows):
+                break
+            still = [row for row in rows if not (self.finished[row] and self.has_eos)]
+            if not all(agreed[rows.index(row)] for row in still):
+                break
+        for row in unfinished:
+            self._count_round(verified, usable=usable[row], accepted=accepted[row])
+
+    def _choose(
+        self, scores: torch.Tensor, rows: list[int], proposal: DFlash2Proposal | None, index: int, usable: dict
+    ) -> tuple[list[int], list[bool]]:
+        """One token per row of the group, and whether it is the drafted one."""
+        if proposal is None:
+            offered = [False] * len(rows)
+            drafted = None
+        else:
+            drafted = proposal.tokens[rows, index]
+            offered = [usable.get(row, False) for row in rows]
+        if not self.do_sample:
+            chosen = scores.argmax(dim=-1).tolist()
+            if drafted is None:
+                return chosen, offered
+            same = [token == draft for token, draft in zip(chosen, drafted.tolist(), strict=True)]
+            return chosen, [a and b for a, b in zip(same, offered, strict=True)]
+        probs = torch.softmax(scores, dim=-1)
+        if drafted is None or not any(offered):
+            return torch.multinomial(probs, num_samples=1)[:, 0].tolist(), [False] * len(rows)
+        candidate_ids, q = proposal.candidate_ids[rows, index], proposal.q[rows, index]
+        passed = accept_sampled(
+            drafted[:, None],
+            candidate_ids[:, None],
+            q[:, None],
+            probs[:, None],
+            torch.rand(len(rows), 1, device=self.device),
+        )[:, 0]
+        may_pass = torch.tensor(offered, device=self.device)
+        passed = passed & may_pass
+        law = torch.where(may_pass[:, None], residual_distribution(probs, candidate_ids, q), probs)
+        replacement = torch.multinomial(law, num_samples=1)[:, 0]
+        return torch.where(passed, drafted, replacement).tolist(), passed.tolist()
+
+    def _count_round(self, verified: _Verified, *, usable: bool, accepted: int) -> None:
+        if verified.proposal is None and self.stats.target_passes == 1:
+            return  # the prefill is no round
+        if not usable:
+            self.stats.fallback_rounds += 1
+        self.stats._count(verified.slots if usable else 0, accepted)
+
+    def _append(self, rows: list[int], tokens: list[int]) -> None:
+        """Write one token to each of the rows, which are at the same length, and ask the stopping rules."""
+        length = self.prompt_columns + self.new[rows[0]]
+        if length == self.ids.shape[1]:
+            more = self.ids.new_full((self.batch_size, length), self.pad_token_id)
+            self.ids = torch.cat([self.ids, more], dim=1)
+        self.ids[rows, length] = torch.tensor(tokens, dtype=torch.long, device=self.device)
+        for row in rows:
+            self.new[row] += 1
+        if self.mode == "lockstep":
+            done = self.criteria(self.ids[:, : length + 1], self._scores_so_far())
+            for row, is_done in enumerate(done.tolist()):
+                self.finished[row] = self.finished[row] or is_done
+        else:
+            (row,) = rows
+            self.finished[row] = self._row_is_done(row, tokens[0], length + 1)
+
+    def _row_is_done(self, row: int, token: int, length: int) -> bool:
+        done = False
+        for criterion in self.criteria:
+            if type(criterion) is stopping_criteria.EosTokenCriteria:
+                done = done or token in self._eos_ids(criterion)
+            elif type(criterion) is stopping_criteria.MaxLengthCriteria:
+                done = done or length >= criterion.max_length
+            else:
+                result = criterion(self.ids[row : row + 1, :length], self._scores_so_far())
+                done = done or bool(result.all() if isinstance(result, torch.Tensor) else result)
+        return done
+
+    def _eos_ids(self, criterion) -> set[int]:
+        if not hasattr(self, "_eos_cache"):
+            self._eos_cache: dict[int, set[int]] = {}
+        key = id(criterion)
+        if key not in self._eos_cache:
+            self._eos_cache[key] = set(criterion.eos_token_id.flatten().tolist())
+        return self._eos_cache[key]
+
+    # ------------------------------------------------------------------------------------------------ commit
+
+    def _commit(
+        self, features: list[torch.Tensor], verified: _Verified, kept: list[int], active: list[int]
+    ) -> None:
+        """Keep the first `kept[row]` block entries of every row in the target's cache, and their features."""
+        block = verified.slots + 1
+        cache = compat.get_cache(self.model_kwargs)
+        offsets = torch.arange(block, device=self.device)
+        positions = torch.tensor(self.committed, device=self.device)[:, None] + offsets
+        self._pending = (features, positions, kept) if any(kept) else None
+        self.committed = [length + count for length, count in zip(self.committed, kept, strict=True)]
+        self.columns = [length + count for length, count in zip(self.columns, kept, strict=True)]
+        if len(set(kept)) == 1:
+            cache.crop(kept[0] - block)
+            self.width += kept[0]
+            self.valid = torch.cat([self.valid, self.valid.new_ones(self.batch_size, kept[0])], dim=1)
+            return
+        rejected = torch.tensor([block - count for count in kept], device=self.device)
+        width = max(self.columns)
+        _align_right(cache, rejected, width)
+        index = self.width + block - rejected[:, None] - width + torch.arange(width, device=self.device)
+        valid = torch.cat([self.valid, self.valid.new_ones(self.batch_size, block)], dim=1)
+        self.valid = valid.gather(1, index.clamp(min=0)) & (index >= 0)
+        self.width = width
+
+    def _pack(
+        self, features: list[torch.Tensor], positions: torch.Tensor, counts: list[int], fresh: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor, list[int]]:
+        """Move the real tokens of each row to the front."""
+        if not bool(fresh.all()):
+            order = torch.argsort((~fresh).long(), dim=1, stable=True)
+            positions = positions.gather(1, order)
+            packed = []
+            for tap in features:
+                index = order.to(tap.device)[..., None].expand(-1, -1, tap.shape[-1])
+                packed.append(tap.gather(1, index))
+            features = packed
+        return features, positions, counts
+
+    def _prompt_mask(self, columns: int) -> torch.Tensor:
+        mask = self.model_kwargs.get("attention_mask")
+        ones = torch.ones(self.batch_size, columns, dtype=torch.bool, device=self.device)
+        if mask is None:
+            return ones
+        mask = mask.to(self.device).bool()
+        if mask.shape[1] < columns:
+            mask = torch.cat([ones[:, : columns - mask.shape[1]], mask], dim=1)
+        return mask[:, -columns:]
+
+    def _last_positions(self) -> torch.Tensor | None:
+        positions = self.model_kwargs.get("position_ids")
+        return None if positions is None else positions[..., -1:].to(self.device)
+
+    # ------------------------------------------------------------------------------------------------ what goes out
+
+    def _emit(self) -> None:
+        """Give the streamer every step that all rows have reached, in plain decoding's order and shape."""
+        if self.streamer is None:
+            return
+        pending = [self.new[row] for row in range(self.batch_size) if not self.finished[row]]
+        ready = min(pending) if pending else max(self.new)
+        while self.streamed < ready:
+            column = self.prompt_columns + self.streamed
+            self.streamed += 1
+            self.streamer.put(self.ids[:, column].cpu())
+
+    def _scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
+        if not self.wants_scores:
+            return None
+        return self._stacked("scores")
+
+    def _record(
+        self,
+        row: int,
+        index: int,
+        verified: _Verified,
+        *,
+        scores: torch.Tensor | None = None,
+        raw: torch.Tensor | None = None,
+        scores_row: torch.Tensor | None = None,
+        raw_row: torch.Tensor | None = None,
+    ) -> None:
+        if not (self.wants_scores or self.wants_logits or self.wants_hidden or self.wants_attentions):
+            return
+        step = _Step()
+        if self.wants_scores:
+            step.scores = scores[row, index] if scores is not None else scores_row
+        if self.wants_logits:
+            step.logits = raw[row, index] if raw is not None else raw_row
+        outputs = verified.outputs
+        first = self.new[row] == 0
+        if self.wants_hidden:
+            at = slice(None) if first else slice(index, index + 1)
+            step.hidden_states = tuple(layer[row : row + 1, at] for layer in outputs.hidden_states)
+        if self.wants_attentions:
+            if first:
+                step.attentions = tuple(layer[row : row + 1] for layer in outputs.attentions)
+            else:
+                step.attentions = tuple(
+                    self._attention_row(layer, row, index, verified.slots, layer_index)
+                    for layer_index, layer in enumerate(outputs.attentions)
+                )
+        self.steps[row].append(step)
+
+    def _attention_row(
+        self, weights: torch.Tensor, row: int, index: int, slots: int, layer_index: int
+    ) -> torch.Tensor:
+        """One query's weights over as many columns as plain decoding has at that step, padding first."""
+        cache_layers = compat.get_cache(self.model_kwargs).layers
+        window = compat.sliding_window_of(cache_layers[layer_index]) if layer_index < len(cache_layers) else None
+        width = self.columns[row] + index + 1
+        if window is not None:
+            width = min(width, window)
+        stop = weights.shape[-1] - (slots - index)
+        seen = weights[row : row + 1, :, index : index + 1, max(stop - width, 0) : stop]
+        return torch.nn.functional.pad(seen, (width - seen.shape[-1], 0))
+
+    def _stacked(self, name: str) -> tuple[torch.Tensor, ...]:
+        """`(batch, vocab)` per step; a row that ended before a step holds zeros there."""
+        steps = max(len(row) for row in self.steps)
+        filler = torch.zeros_like(getattr(self.steps[0][0], name))
+        return tuple(
+            torch.stack([getattr(row[step], name) if step < len(row) else filler for row in self.steps])
+            for step in range(steps)
+        )
+
+    def _stacked_layers(self, name: str) -> tuple[tuple[torch.Tensor, ...], ...]:
+        longest = max(self.steps, key=len)
+        result = []
+        for step in range(len(longest)):
+            shapes = getattr(longest[step], name)
+            rows = [getattr(row[step], name) if step < len(row) else None for row in self.steps]
+            result.append(
+                tuple(
+                    torch.cat([row[layer] if row is not None else torch.zeros_like(like) for row in rows])
+                    for layer, like in enumerate(shapes)
+                )
+            )
+        return tuple(result)
+
+    def _result(self) -> DFlash2GenerateDecoderOnlyOutput | torch.LongTensor:
+        cache = compat.get_cache(self.model_kwargs)
+        sequences = self.ids[:, : self.prompt_columns + max(self.new)].clone()
+        outlives = self.config.return_dict_in_generate or getattr(cache, "_is_user_defined", False)
+        if outlives and len(set(self.columns)) > 1:
+            _align_left(cache, torch.tensor(self.columns, device=self.device), self.width)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        return compat.make_output(
+            DFlash2GenerateDecoderOnlyOutput,
+            cache,
+            sequences=sequences,
+            scores=self._stacked("scores") if self.wants_scores else None,
+            logits=self._stacked("logits") if self.wants_logits else None,
+            attentions=self._stacked_layers("attentions") if self.wants_attentions else None,
+            hidden_states=self._stacked_layers("hidden_states") if self.wants_hidden else None,
+            dflash2_stats=self.stats,
+        )
+
+
+logits_length_criterion = stopping_criteria.MaxLengthCriteria
+
+
+def _request_temperature(processors: logits_process.LogitsProcessorList) -> float:
+    temperature = 1.0
+    for processor in processors:
+        if isinstance(processor, logits_process.TemperatureLogitsWarper):
+            temperature *= processor.temperature
+    return temperature
+
+
+def _align_right(cache, rejected: torch.Tensor, width: int) -> None:
+    """
+    Drop each row's rejected entries and move the rest against the right edge.
+
+    Args:
+        cache ([`~transformers.Cache`]): Changed in place to `width` columns.
+        rejected (`torch.LongTensor` of shape `(batch,)`): Entries to drop from the end of each row.
+        width (`int`): Columns afterwards, the length of the longest row. A row shorter than that has copies of its
+            first entry in the columns before it; the mask hides them.
+    """
+    for layer in cache.layers:
+        if not layer.is_initialized or layer.keys.numel() == 0:
+            continue
+        window = compat.sliding_window_of(layer)
+        stored = width if window is None else min(width, max(window - 1, 0))
+        start = layer.keys.shape[-2] - rejected.to(layer.keys.device)[:, None] - stored
+        _take_columns(layer, start + torch.arange(stored, device=layer.keys.device), width)
+
+
+def _align_left(cache, columns: torch.Tensor, width: int) -> None:
+    """
+    Give every row's entries the columns their tokens have in the returned sequences; columns behind a row's end are 0.
+
+    Args:
+        cache ([`~transformers.Cache`]): A cache aligned on the right, changed in place.
+        columns (`torch.LongTensor` of shape `(batch,)`): Entries of each row, its left padding included.
+        width (`int`): Columns of the cache.
+    """
+    for layer in cache.layers:
+        if not layer.is_initialized or layer.keys.numel() == 0:
+            continue
+        stored = layer.keys.shape[-2]
+        shift = (width - columns).to(layer.keys.device)[:, None]
+        _take_columns(layer, shift + torch.arange(stored, device=layer.keys.device), width)
+
+
+def _take_columns(layer, index: torch.Tensor, width: int) -> None:
+    behind = (index >= layer.keys.shape[-2])[:, None, :, None]
+    index = index.clamp(min=0, max=layer.keys.shape[-2] - 1)[:, None, :, None]
+    keys, values = (
+        states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3])).masked_fill(behind, 0)
+        for states in (layer.keys, layer.values)
+    )
+    compat.set_layer_content(layer, keys, values, width)
+
+
+class _PhaseTimer:
+    """Adds up wall time per phase when `TRANSFORMERS_DFLASH2_TIMING=1`; waits for the device at both ends then."""
+
+    def __init__(self, stats: DFlash2Stats, device: torch.device):
+        self._seconds = stats.phase_seconds
+        self._enabled = os.environ.get("TRANSFORMERS_DFLASH2_TIMING", "0") == "1"
+        self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+
+    @contextmanager
+    def __call__(self, phase: str):
+        if not self._enabled:
+            yield
+            return
+        self._wait()
+        start = time.perf_counter()
+        yield
+        self._wait()
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
+
+
+__all__ = ["DFlash2GenerateDecoderOnlyOutput", "DFlash2Stats", "SpeculativeDecoding"]

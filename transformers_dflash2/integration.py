@@ -1,0 +1,215 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The door into `generate`.
+
+`GenerationMixin.generate` is wrapped once. The wrapper looks at `assistant_model` only: if its class carries the mark of
+this library the original `generate` is called without an assistant and with a `custom_generate` of ours, so that the
+host prepares inputs, padding, expansion, lengths, cache, processors and stopping rules exactly as for plain decoding.
+Every other call passes through untouched.
+"""
+
+import functools
+import inspect
+import logging
+from typing import Any
+
+from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+
+from . import compat
+from .generation import SpeculativeDecoding
+
+
+logger = logging.getLogger("transformers_dflash2")
+
+_MARK = "_dflash2_original"
+_reported: set[str] = set()
+
+# Options that mean something else than one continuation per row, with what to do instead.
+_UNSUPPORTED_OPTIONS = {
+    "num_beams": (1, "use num_beams=1"),
+    "num_beam_groups": (1, "use num_beam_groups=1"),
+    "penalty_alpha": (None, "leave penalty_alpha out"),
+    "constraints": (None, "leave constraints out"),
+    "force_words_ids": (None, "leave force_words_ids out"),
+    "dola_layers": (None, "leave dola_layers out"),
+    "assistant_ensemble_weight": (None, "leave assistant_ensemble_weight out: it changes the output"),
+    "assistant_early_exit": (None, "leave assistant_early_exit out"),
+    "prompt_lookup_num_tokens": (None, "use either prompt lookup or a drafter"),
+    "use_mtp": (None, "use either multi-token prediction or a drafter"),
+    "use_cache": (True, "use use_cache=True"),
+    "token_healing": (None, "heal the prompt before the call"),
+}
+
+
+def enable() -> None:
+    """Let `generate(..., assistant_model=draft)` recognise DFlash2 drafters. Importing the package does this once."""
+    original = GenerationMixin.generate
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def generate(self, *args, **kwargs):
+        if not _may_be_ours(args, kwargs):
+            return original(self, *args, **kwargs)
+        arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        draft = arguments.get("assistant_model")
+        if not getattr(draft, "is_dflash2_assistant", False):
+            return original(self, *args, **kwargs)
+        return _generate_with_draft(original, arguments, draft)
+
+    setattr(generate, _MARK, original)
+    GenerationMixin.generate = generate
+
+
+def disable() -> None:
+    """Put the host's own `generate` back."""
+    original = getattr(GenerationMixin.generate, _MARK, None)
+    if original is not None:
+        GenerationMixin.generate = original
+
+
+def _may_be_ours(args: tuple, kwargs: dict[str, Any]) -> bool:
+    # `assistant_model` is the seventh parameter of `generate`; nobody passes it by position, but one may.
+    candidates = [kwargs.get("assistant_model"), *args[5:]]
+    return any(getattr(candidate, "is_dflash2_assistant", False) for candidate in candidates)
+
+
+def _generate_with_draft(original, arguments: dict[str, Any], draft):
+    arguments = dict(arguments)
+    target = arguments.pop("self")
+    options = dict(arguments.pop("kwargs", {}))
+    arguments.pop("assistant_model")
+    streamer = arguments.get("streamer")
+    call_config = arguments.get("generation_config")
+
+    def effective(name: str) -> Any:
+        for source in (options, vars(call_config) if call_config is not None else {}, vars(target.generation_config)):
+            if source.get(name) is not None:
+                return source[name]
+        return None
+
+    _refuse_unsupported(target, arguments, options, effective)
+    num_assistant_tokens = effective("num_assistant_tokens")
+    if num_assistant_tokens is not None and (
+        isinstance(num_assistant_tokens, bool) or not isinstance(num_assistant_tokens, int) or num_assistant_tokens < 1
+    ):
+        raise ValueError(f"num_assistant_tokens must be an integer of at least 1, got {num_assistant_tokens!r}.")
+    if effective("num_assistant_tokens_schedule") not in (None, "constant"):
+        _report_once(
+            f"num_assistant_tokens_schedule={effective('num_assistant_tokens_schedule')!r} is not supported yet; the "
+            "draft length stays constant."
+        )
+    _switch_to_dynamic_cache(options, arguments, effective)
+    _bind_stop_strings(target, arguments, options, effective)
+    options.pop("assistant_tokenizer", None)
+    options.pop("tokenizer", None)
+
+    def decode(
+        model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **model_kwargs
+    ):
+        return SpeculativeDecoding(
+            model,
+            draft,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            num_assistant_tokens=num_assistant_tokens,
+            streamer=streamer,
+            model_kwargs=model_kwargs,
+        ).run()
+
+    return original(target, **arguments, custom_generate=decode, **options)
+
+
+def _refuse_unsupported(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:
+    if arguments.pop("custom_generate", None) is not None:
+        raise ValueError("custom_generate and a DFlash2 assistant_model both replace the decoding loop; pass only one.")
+    for name, (neutral, fix) in _UNSUPPORTED_OPTIONS.items():
+        value = effective(name)
+        if value is not None and value is not False and value != neutral or (name == "use_cache" and value is False):
+            raise ValueError(f"{name}={value!r} cannot be combined with a DFlash2 assistant_model: {fix}.")
+    guidance = effective("guidance_scale")
+    if guidance is not None and guidance != 1 and _batch_may_exceed_one(arguments, options, effective):
+        raise ValueError(
+            f"guidance_scale={guidance!r} keeps a cache of its own for the whole batch; with a DFlash2 "
+            "assistant_model generate one row at a time."
+        )
+    if options.get("cache_implementation") == "paged":
+        raise ValueError('cache_implementation="paged" (continuous batching) does not take an assistant_model.')
+    if arguments.get("synced_gpus") or compat.must_synchronise_ranks(target):
+        raise ValueError(
+            "synced_gpus needs every rank to run the same number of forwards, which speculation does not; generate "
+            "without assistant_model under ZeRO-3 or FSDP."
+        )
+
+
+def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], effective) -> bool:
+    for inputs in (arguments.get("inputs"), options.get("input_ids"), options.get("inputs_embeds")):
+        if inputs is not None and inputs.shape[0] > 1:
+            return True
+    return (effective("num_return_sequences") or 1) > 1
+
+
+def _switch_to_dynamic_cache(options: dict[str, Any], arguments: dict[str, Any], effective) -> None:
+    implementation = effective("cache_implementation")
+    if implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:
+        return
+    _report_once(
+        f"cache_implementation={implementation!r}: preallocated caches are not supported with a DFlash2 drafter yet; "
+        "a dynamic cache is used. The output is the same."
+    )
+    options["cache_implementation"] = "dynamic"
+
+
+def _bind_stop_strings(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:
+    """
+    Turn `stop_strings` into a stopping rule here: the tokenizer it needs does not travel through `custom_generate`.
+    """
+    stop_strings = effective("stop_strings")
+    if stop_strings is None:
+        return
+    tokenizer = options.get("tokenizer")
+    if tokenizer is None:
+        raise ValueError(
+            f"stop_strings={stop_strings!r} need the tokenizer: pass tokenizer=tokenizer to generate as well."
+        )
+    if target.generation_config.stop_strings is not None:
+        raise ValueError(
+            f"target.generation_config.stop_strings={target.generation_config.stop_strings!r} cannot be honoured from "
+            "there with a DFlash2 assistant_model: set it to None and pass stop_strings to generate."
+        )
+    options.pop("stop_strings", None)
+    if arguments.get("generation_config") is not None:
+        arguments["generation_config"] = _copy_without(arguments["generation_config"], "stop_strings")
+    criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
+    criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
+    arguments["stopping_criteria"] = criteria
+
+
+def _copy_without(config, name: str):
+    import copy
+
+    config = copy.deepcopy(config)
+    setattr(config, name, None)
+    return config
+
+
+def _report_once(message: str) -> None:
+    if message not in _reported:
+        _reported.add(message)
+        logger.warning(message)
+
+
+__all__ = ["disable", "enable"]

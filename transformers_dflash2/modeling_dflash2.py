@@ -1,0 +1,493 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""DFlash and DFlash2 draft models.
+
+A drafter has no vocabulary of its own. Hidden states of a few target layers are fused into one context vector per
+committed token, and every draft layer projects that vector to keys and values of its own. A block of embeddings
+`[anchor, mask, ..., mask]`, taken from the target's table, attends to the context and to itself in a single pass; the
+row at offset `j` predicts the token at that same offset. DFlash2 adds a grouped dynamic convolution around each
+sublayer and a selector that walks one path through the best candidates of every slot.
+
+Parameter names are those of the public checkpoints.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .cache_dflash2 import DFlash2ContextCache
+from .configuration_dflash2 import DFlash2Config
+from .functional_dflash2 import grouped_conv, selector_lattice, selector_walk, top_candidates
+
+
+# Spellings of parameter names found in public checkpoints, and the name here.
+CHECKPOINT_KEY_MAPPING = {
+    r"^model\.": "",
+    r"^encoder\.fc\.": "fc.",
+    r"^encoder\.output_norm_enc\.": "hidden_norm.",
+    r"^midlayer\.": "layers.0.",
+    r"^candidate_selector\.(predecessor|successor)_codebook\.weight$": r"candidate_selector.\1_codebook",
+}
+
+# Tensors of other frameworks that carry no information a drafter uses.
+_IGNORED_CHECKPOINT_KEYS = ("rotary_emb.inv_freq", "t2d")
+
+# What a tensor we cannot honour means, for the error message.
+_UNSUPPORTED_CHECKPOINT_KEYS = {
+    "lm_head": "an output head of the drafter's own",
+    "embed_tokens": "an embedding table of the drafter's own",
+    "d2t": "a reduced draft vocabulary",
+    "mask_hidden": "a learned mask embedding",
+    "attention_sink_bias": "attention sinks",
+    "markov_head": "a DSpark Markov head",
+    "confidence_head": "a DSpark confidence head",
+}
+
+
+@dataclass
+class DFlash2Proposal:
+    """
+    What a drafter offers for one block.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch, slots)`): The drafted tokens.
+        candidate_ids (`torch.LongTensor` of shape `(batch, slots, top_k)`): The tokens each slot chose from.
+        q (`torch.FloatTensor` of shape `(batch, slots, top_k)`): The distribution over `candidate_ids` from which each
+            token was drawn, given the tokens before it; one-hot for a greedy choice. fp32.
+        usable (`torch.BoolTensor` of shape `(batch,)`): `False` for a row whose pass was not finite. Its tokens are
+            valid ids but must not be offered.
+    """
+
+    tokens: torch.Tensor
+    candidate_ids: torch.Tensor
+    q: torch.Tensor
+    usable: torch.Tensor
+
+
+class DFlash2Attention(nn.Module):
+    """Attention of the block's rows over committed context and over the block itself."""
+
+    def __init__(self, config: DFlash2Config, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        is_sliding = config.layer_types[layer_idx] == "sliding_attention"
+        self.sliding_window = config.sliding_window if is_sliding else None
+        self.block_is_causal = config.layer_is_causal[layer_idx]
+        # Attention functions of the host take a missing mask for "causal" unless told otherwise.
+        self.is_causal = False
+        query_size, kv_size = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def project_keys_values(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normed, not yet rotated keys, and values, each `(batch, kv_heads, rows, head_dim)`."""
+        shape = (*hidden.shape[:-1], -1, self.head_dim)
+        keys = self.k_norm(self.k_proj(hidden).view(shape)).transpose(1, 2)
+        values = self.v_proj(hidden).view(shape).transpose(1, 2)
+        return keys, values
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        context: DFlash2ContextCache | None,
+    ) -> torch.Tensor:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        queries = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
+        keys, values = self.project_keys_values(hidden_states)
+        queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
+        if context is not None:
+            keys, values = context.with_block(self.layer_idx, keys, values)
+        implementation = self.config._attn_implementation
+        if attention_mask is not None and implementation == "eager":
+            # The eager function adds its mask to the scores.
+            lowest = torch.finfo(queries.dtype).min
+            attention_mask = queries.new_zeros(attention_mask.shape).masked_fill(~attention_mask, lowest)
+        attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        output, _ = attention_function(
+            self,
+            queries,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+        )
+        return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+class DFlash2GroupedConv(nn.Module):
+    """
+    Both sides of the convolution around one sublayer: `prepare` mixes the sublayer's input, `finish` its output.
+
+    One projection of the *input* rows gives the dynamic coefficients of both sides.
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        self.taps, self.group_size = config.conv_kernel_size, config.conv_group_size
+        self.groups = config.hidden_size // self.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * self.groups, bias=False)
+
+    def prepare(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Args:
+            hidden (`torch.Tensor` of shape `(batch, block, hidden_size)`): Normed input of the sublayer.
+
+        Returns:
+            The mixed input, and the output side's coefficients of shape `(batch, block, taps, groups)`.
+        """
+        dynamic = self.kernel_projection(hidden).view(*hidden.shape[:-1], 2, self.taps, self.groups)
+        mixed = grouped_conv(hidden, self.base_kernel[0], dynamic[:, :, 0], group_size=self.group_size)
+        return mixed, dynamic[:, :, 1]
+
+    def finish(self, hidden: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+        """Mix the sublayer's output, before the residual is added, with the coefficients that `prepare` returned."""
+        return grouped_conv(hidden, self.base_kernel[1], dynamic, group_size=self.group_size)
+
+
+class DFlash2DecoderLayer(nn.Module):
+    def __init__(self, config: DFlash2Config, layer_idx: int):
+        super().__init__()
+        self.self_attn = DFlash2Attention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        has_conv = config.conv_kernel_size > 0
+        self.attention_conv = DFlash2GroupedConv(config) if has_conv else None
+        self.mlp_conv = DFlash2GroupedConv(config) if has_conv else None
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        context: DFlash2ContextCache | None,
+    ) -> torch.Tensor:
+        hidden_states = hidden_states + _convolved(
+            self.attention_conv,
+            lambda rows: self.self_attn(rows, position_embeddings, attention_mask, context),
+            self.input_layernorm(hidden_states),
+        )
+        return hidden_states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+
+
+def _convolved(
+    conv: DFlash2GroupedConv | None, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    if conv is None:
+        return sublayer(hidden)
+    hidden, dynamic = conv.prepare(hidden)
+    return conv.finish(sublayer(hidden), dynamic)
+
+
+class DFlash2CandidateSelector(nn.Module):
+    """Scores transitions between candidates of adjacent slots, see [`functional_dflash2.selector_lattice`]."""
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.empty(config.vocab_size, config.selector_rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def forward(
+        self, hidden: torch.Tensor, unary: torch.Tensor, candidate_ids: torch.Tensor, anchor_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """
+        Args:
+            hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Final rows of the slots.
+            unary (`torch.Tensor` of shape `(batch, slots, top_k)`): Transformed logits of the candidates.
+            candidate_ids (`torch.LongTensor` of shape `(batch, slots, top_k)`): The candidates.
+            anchor_ids (`torch.LongTensor` of shape `(batch,)`): The last committed tokens.
+
+        Returns:
+            fp32 lattice of shape `(batch, slots, top_k, top_k)`.
+        """
+        return selector_lattice(
+            unary,
+            candidate_ids,
+            self.hidden_projection(hidden),
+            self.predecessor_codebook,
+            self.successor_codebook,
+            anchor_ids,
+        )
+
+
+class DFlash2PreTrainedModel(PreTrainedModel):
+    config_class = DFlash2Config
+    base_model_prefix = ""
+    input_modalities = ("text",)
+    _no_split_modules = ["DFlash2DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    # The block's mask is a tensor over true positions, which flash attention cannot take.
+    _supports_flash_attn = False
+    _supports_flex_attn = False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, DFlash2GroupedConv):
+            # The identity: tap 0 passes a row through, the others and the dynamic part add nothing.
+            identity = torch.zeros_like(module.base_kernel)
+            identity[:, 0] = 1.0
+            init.copy_(module.base_kernel, identity)
+            init.zeros_(module.kernel_projection.weight)
+        elif isinstance(module, DFlash2CandidateSelector):
+            init.normal_(module.predecessor_codebook, std=self.config.initializer_range)
+            init.normal_(module.successor_codebook, std=self.config.initializer_range)
+
+
+class DFlash2Model(DFlash2PreTrainedModel):
+    """
+    The backbone of a drafter: context injection, block attention and, for DFlash2, the convolutions.
+
+    Args:
+        config ([`DFlash2Config`]): The checkpoint's configuration.
+    """
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        features = len(config.target_layer_ids) * config.target_hidden_size
+        self.fc = nn.Linear(features, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlash2DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.post_init()
+
+    def make_context(self, batch_size: int, *, block_size: int | None = None) -> DFlash2ContextCache:
+        """An empty [`DFlash2ContextCache`] for `batch_size` rows and blocks of `block_size` (the config's)."""
+        windows = [layer.self_attn.sliding_window for layer in self.layers]
+        block_size = self.config.block_size if block_size is None else block_size
+        return DFlash2ContextCache(windows, batch_size=batch_size, block_size=block_size, device=self.device)
+
+    def append_context(
+        self, context: DFlash2ContextCache, features: torch.Tensor, position_ids: torch.Tensor, counts: list[int]
+    ) -> None:
+        """
+        Turn target features of newly committed tokens into keys and values of every layer.
+
+        Args:
+            context ([`DFlash2ContextCache`]): Extended in place.
+            features (`torch.Tensor` of shape `(batch, entries, len(target_layer_ids) * target_hidden_size)`):
+                Outputs of the tapped target layers, concatenated in the order of `target_layer_ids`.
+            position_ids (`torch.LongTensor` of shape `(batch, entries)`): Absolute positions of the entries.
+            counts (`list[int]` of length `batch`): In row `b` only the first `counts[b]` entries are committed.
+        """
+        if not any(counts):
+            return
+        # One vector per token feeds every layer. It meets no layer norm and no convolution on the way.
+        fused = self.hidden_norm(self.fc(features))
+        cos, sin = self.rotary_emb(fused, position_ids)
+        context.begin_append(position_ids, counts)
+        for layer_idx, layer in enumerate(self.layers):
+            keys, values = layer.self_attn.project_keys_values(fused)
+            # The host's rotary function turns queries and keys together; there are no queries here.
+            _, keys = apply_rotary_pos_emb(keys[:, :0], keys, cos, sin)
+            context.append(layer_idx, keys, values)
+
+    def forward(
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, context: DFlash2ContextCache | None = None
+    ) -> BaseModelOutput:
+        """
+        One pass over a block.
+
+        Args:
+            inputs_embeds (`torch.Tensor` of shape `(batch, block, hidden_size)`):
+                Raw rows of the target's embedding matrix for `[anchor, mask, ..., mask]`, times
+                `input_embedding_scale`.
+            position_ids (`torch.LongTensor` of shape `(batch, block)`):
+                Absolute positions; the anchor's is the number of tokens committed before it.
+            context ([`DFlash2ContextCache`], *optional*):
+                Committed context. It is read, not extended.
+
+        Returns:
+            [`~transformers.modeling_outputs.BaseModelOutput`] whose `last_hidden_state` has shape
+            `(batch, block, hidden_size)`; row 0 (the anchor) predicts nothing.
+        """
+        hidden_states = inputs_embeds
+        position_embeddings = self.rotary_emb(hidden_states, position_ids)
+        masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
+        for layer_idx, layer in enumerate(self.layers):
+            attention = layer.self_attn
+            kind = (attention.sliding_window, attention.block_is_causal)
+            if context is not None and kind not in masks:
+                masks[kind] = context.block_mask(layer_idx, position_ids, is_causal=attention.block_is_causal)
+            hidden_states = layer(hidden_states, position_embeddings, masks.get(kind), context)
+        return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
+
+
+class DFlash2DraftModel(DFlash2Model):
+    """
+    A drafter ready to be passed as `assistant_model` to `generate`. Loads DFlash2 and DFlash (v1) checkpoints.
+
+    Args:
+        config ([`DFlash2Config`]): The checkpoint's configuration.
+    """
+
+    # `generate` hands an assistant to this library when its class carries this mark.
+    is_dflash2_assistant = True
+
+    def __init__(self, config: DFlash2Config):
+        super().__init__(config)
+        self.candidate_selector = DFlash2CandidateSelector(config) if config.selector_rank > 0 else None
+        # Set to use a drafter in fp16 in spite of its overflowing residuals.
+        self.allow_fp16 = False
+        # Figures of the most recent `generate` call that used this drafter.
+        self.last_stats = None
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, allow_fp16: bool = False, **kwargs):
+        """
+        Load a public checkpoint, strictly: every tensor of the model must be in the file and every tensor of the file
+        must be understood.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
+            allow_fp16 (`bool`, *optional*, defaults to `False`):
+                Accept `dtype=torch.float16`. Residuals of published drafters exceed the fp16 range; use bf16 or fp32.
+            kwargs: As for [`~transformers.PreTrainedModel.from_pretrained`].
+
+        Raises:
+            `ValueError`: fp16 without `allow_fp16`; missing, unknown or misshapen tensors.
+        """
+        if not allow_fp16 and _names_fp16(kwargs.get("dtype", kwargs.get("torch_dtype"))):
+            raise ValueError(_fp16_message("dtype=torch.float16"))
+        wants_info = kwargs.pop("output_loading_info", False)
+        kwargs["key_mapping"] = {**CHECKPOINT_KEY_MAPPING, **(kwargs.pop("key_mapping", None) or {})}
+        # Misshapen tensors are reported below with the rest, instead of failing one at a time.
+        kwargs.setdefault("ignore_mismatched_sizes", True)
+        model, info = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        _check_loading(pretrained_model_name_or_path, info)
+        if not allow_fp16 and model.dtype == torch.float16:
+            raise ValueError(_fp16_message("the checkpoint's dtype, float16"))
+        model.allow_fp16 = allow_fp16
+        # `save_pretrained` undoes renames that happened on the way in; the public names are the ones to write.
+        model._weight_conversions = None
+        return (model, info) if wants_info else model
+
+    def propose(
+        self,
+        slot_hidden: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        head: Callable[[torch.Tensor], torch.Tensor],
+        *,
+        temperatures: torch.Tensor,
+        greedy_mask: torch.Tensor,
+        uniforms: torch.Tensor,
+    ) -> DFlash2Proposal:
+        """
+        Turn final rows of the mask slots into drafted tokens.
+
+        Args:
+            slot_hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Rows at block offsets 1, 2, ...
+            anchor_ids (`torch.LongTensor` of shape `(batch,)`): Last committed tokens.
+            head (`Callable`): The target's output head with ids that are no tokens masked to `-inf`; maps
+                `(batch, slots, hidden_size)` to `(batch, slots, vocab)` on the drafter's device.
+            temperatures (`torch.Tensor` of shape `(batch,)`): The request's temperatures.
+            greedy_mask (`torch.BoolTensor` of shape `(batch,)`): Rows that draft greedily.
+            uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, one per sampled token.
+
+        Returns:
+            [`DFlash2Proposal`].
+        """
+        config = self.config
+        logits = head(slot_hidden)
+        # A v1 drafter fills its slots independently; sampling them so gives incoherent blocks. It proposes the most
+        # likely token of each slot, and says so with a one-hot q.
+        top_k = config.selector_top_k if self.candidate_selector is not None else 1
+        unary, candidate_ids = top_candidates(
+            logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
+        )
+        if self.candidate_selector is None:
+            tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
+            broken = unary.isnan().any(dim=-1)
+        else:
+            scores = self.candidate_selector(slot_hidden, unary, candidate_ids, anchor_ids)
+            tokens, q = selector_walk(scores, candidate_ids, uniforms, temperatures, greedy_mask)
+            broken = q.isnan().any(dim=-1)
+        usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
+        return DFlash2Proposal(tokens, candidate_ids, q, usable)
+
+
+def _names_fp16(dtype) -> bool:
+    return dtype in (torch.float16, "float16", "torch.float16", "fp16", "half")
+
+
+def _fp16_message(what: str) -> str:
+    return (
+        f"{what}: hidden states of DFlash2 drafters exceed the range of float16 and turn to inf. Load the drafter with "
+        "dtype=torch.bfloat16 or torch.float32, or pass allow_fp16=True to use float16 all the same."
+    )
+
+
+def _check_loading(name, info: dict) -> None:
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(_IGNORED_CHECKPOINT_KEYS))
+    for key in unexpected:
+        for part, meaning in _UNSUPPORTED_CHECKPOINT_KEYS.items():
+            if part in key.split("."):
+                raise ValueError(
+                    f"{name}: tensor {key!r} holds {meaning}, which is not supported. Use a drafter that shares the "
+                    "target's embedding and head."
+                )
+    missing = sorted(info["missing_keys"])
+    mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
+    problems = [
+        f"{len(keys)} {kind} ({', '.join(keys[:4])}{', ...' if len(keys) > 4 else ''})"
+        for kind, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", mismatched))
+        if keys
+    ]
+    if problems:
+        raise ValueError(
+            f"{name} does not hold the tensors its config announces: {'; '.join(problems)}. Check that config.json and "
+            "the weights belong together."
+        )
+
+
+__all__ = [
+    "CHECKPOINT_KEY_MAPPING",
+    "DFlash2CandidateSelector",
+    "DFlash2DraftModel",
+    "DFlash2Model",
+    "DFlash2PreTrainedModel",
+    "DFlash2Proposal",
+]
