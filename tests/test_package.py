@@ -262,6 +262,17 @@ def test_version_is_stated_once():
         pytest.skip("not installed")
 
 
+def test_environment_variables_are_listed():
+    """Catches a variable that the code reads and the README does not explain, and the reverse."""
+    pattern = re.compile(r"TRANSFORMERS_DFLASH2_[A-Z0-9_]*[A-Z0-9]")
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    used = {name for path in sources for name in pattern.findall(path.read_text(encoding="utf-8"))}
+    listed = re.findall(
+        r"^\| `(TRANSFORMERS_DFLASH2_\w+)`", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.M
+    )
+    assert sorted(listed) == sorted(used)
+
+
 def test_package_data_is_there():
     """Catches a package that type checkers ignore."""
     assert (PACKAGE / "py.typed").is_file()

@@ -18,11 +18,11 @@ commit different numbers of tokens per round, so every write names the position 
 follows from positions, not from a shared time axis. That is why this is not a subclass of the host's `Cache`, whose
 `update` knows one length for the whole batch.
 
-Buffers of one layer have shape `(batch, kv_heads, 1 + capacity + block, head_dim)`. Column 0 takes the entries that must
-not be kept (padding, tokens outside a window) and is never read. Full layers fill the columns from 1 on in order and
-double their capacity when it is used up; sliding layers use `window - 1` columns as a ring, which is what a query at the
-next position can still see. The block's own keys and values are put behind the committed columns for the duration of one
-pass and are overwritten later: nothing computed from mask tokens is ever counted as context.
+Buffers of one layer have shape `(batch, kv_heads, 1 + capacity + block, head_dim)`. Column 0 takes the entries that
+must not be kept (padding, tokens outside a window) and is never read. Full layers fill the columns from 1 on in order
+and double their capacity when it is used up; sliding layers use `window - 1` columns as a ring, which is what a query
+at the next position can still see. The block's own keys and values are put behind the committed columns for the
+duration of one pass and are overwritten later: nothing computed from mask tokens is ever counted as context.
 """
 
 from dataclasses import dataclass, field
@@ -50,7 +50,8 @@ class DFlash2ContextCache:
 
     Args:
         layer_windows (`list[int | None]`):
-            For each layer its sliding window (a query at position `q` sees keys at positions `> q - window`), or `None`.
+            For each layer its sliding window (a query at position `q` sees keys at positions `> q - window`), or
+            `None`.
         batch_size (`int`):
             Rows.
         block_size (`int`):

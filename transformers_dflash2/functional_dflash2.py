@@ -235,7 +235,8 @@ def accept_sampled(
         candidate_ids (`torch.LongTensor` of shape `(batch, slots, top_k)`): Support of `q`.
         q (`torch.Tensor` of shape `(batch, slots, top_k)`): The distribution each token was drawn from.
         probs (`torch.Tensor` of shape `(batch, slots, vocab)`): The target's processed distribution at each slot.
-        uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, independent of those that drew `tokens`.
+        uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, independent of those that drew
+            `tokens`.
 
     Returns:
         `torch.BoolTensor` of shape `(batch, slots)`: the outcome of each test on its own; the accepted length is the

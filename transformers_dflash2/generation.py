@@ -27,8 +27,8 @@ work as they do for left padding.
 **Processors.** There are three ways to process a block's logits, chosen once per call:
 
 * `block`: every processor looks at scores only (temperature, top-k, top-p, ...); all rows and slots at once.
-* `rows`: the host's prefix-dependent processors (penalties, n-grams, forced tokens, ...); row by row, token by token,
-  each call with the prefix plain decoding would pass.
+* `rows`: the host's prefix-dependent processors (penalties, n-grams, forced tokens, ...); token by token, each call
+  with the prefixes plain decoding would pass for the rows whose turn it is.
 * `lockstep`: anything else in a batch, such as a custom processor or stopping rule that may keep state or count rows.
   Rows advance by the smallest accepted count, so that every call sees exactly the batch plain decoding would show it,
   once and in order. A custom class that only looks at the rows it is given can opt for `rows` by setting the
@@ -127,7 +127,7 @@ class DFlash2Stats:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Mean number of tokens committed per row and round, the target's own token included: 1 + accepted / rounds."""
+        """Mean tokens committed per row and round, the target's own token included: 1 + accepted / rounds."""
         return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
 
     def _count(self, proposed: int, accepted: int) -> None:
@@ -319,7 +319,6 @@ class SpeculativeDecoding:
     def _prefill(self, tap: FeatureTap) -> None:
         with self._timer("prefill"):
             cache = compat.get_cache(self.model_kwargs)
-            cached = cache.get_seq_length()
             prompt_ids = self.ids[:, : self.prompt_columns]
             outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
             self.stats.target_passes += 1
@@ -432,12 +431,8 @@ class SpeculativeDecoding:
         before = list(self.new)
         if self.mode == "block":
             self._accept_block(verified)
-        elif self.mode == "rows":
-            for row in range(self.batch_size):
-                if not self.finished[row]:
-                    self._accept_step_by_step(verified, [row])
         else:
-            self._accept_step_by_step(verified, list(range(self.batch_size)))
+            self._accept_step_by_step(verified)
         return [now - then for now, then in zip(self.new, before, strict=True)]
 
     def _accept_block(self, verified: _Verified) -> None:
@@ -487,77 +482,89 @@ class SpeculativeDecoding:
             tokens = [*drafted[1 : 1 + count], bonus]
             taken = 0
             for index, token in enumerate(tokens):
-                self._record(row, index, verified, scores=scores, raw=raw)
+                self._record(row, index, verified, scores=scores[row, index], raw=raw[row, index])
                 self._append([row], [token])
                 taken += 1
                 if self.finished[row]:
                     break
             self._count_round(verified, usable=bool(drafted[0]) if drafted else True, accepted=min(taken, count))
 
-    def _accept_step_by_step(self, verified: _Verified, rows: list[int]) -> None:
+    def _accept_step_by_step(self, verified: _Verified) -> None:
         """
-        Token by token, with the calls plain decoding would make for these rows.
+        Token by token, with the calls plain decoding would make.
 
-        All rows of the group are at the same length; a finished one among them shows its padding, as in plain decoding.
+        Rows at the same length share a call, which gets the whole batch cut to that length: processors find each row
+        at its own index. In lockstep all rows are at the same length, a finished one shows its padding, and the block
+        ends for all rows where it ends for one.
         """
+        unfinished = [row for row in range(self.batch_size) if not self.finished[row]]
         proposal, slots = verified.proposal, verified.slots
-        unfinished = [row for row in rows if not self.finished[row]]
-        usable = {row: proposal is None or bool(proposal.usable[row]) for row in unfinished}
-        accepted = dict.fromkeys(unfinished, 0)
-        selection = slice(None) if len(rows) == self.batch_size else rows
-        for index in range(slots + 1):
-            live = [row for row in rows if not (self.finished[row] and self.has_eos)]
-            length = self.prompt_columns + self.new[live[0]]
-            prefix = self.ids[rows[0] : rows[0] + 1, :length] if len(rows) == 1 else self.ids[:, :length]
-            raw = verified.logits[selection, index].to(dtype=torch.float32, device=self.device, copy=True)
+        usable = [False] * self.batch_size if proposal is None else proposal.usable.tolist()
+        index = [0] * self.batch_size
+        going = [row for row in range(self.batch_size) if not self._is_frozen(row)]
+        while going:
+            length = min(self.new[row] for row in going)
+            group = [row for row in going if self.new[row] == length]
+            at = torch.tensor(index, device=verified.logits.device).clamp(max=slots)
+            rows = torch.arange(self.batch_size, device=verified.logits.device)
+            raw = verified.logits[rows, at].to(dtype=torch.float32, device=self.device, copy=True)
             # Kept apart: a processor may write into what it is given.
             kept_raw = raw.clone() if self.wants_logits else raw
-            scores = self.processors(prefix, raw)
-            offered = proposal is not None and index < slots
-            tokens, agreed = self._choose(scores, rows, proposal if offered else None, index, usable)
-            for row in live:
-                local = rows.index(row)
-                self._record(row, index, verified, scores_row=scores[local], raw_row=kept_raw[local])
-                if agreed[local]:
-                    accepted[row] = accepted.get(row, 0) + 1
-            self._append(live, [tokens[rows.index(row)] for row in live])
-            if len(rows) == self.batch_size:
-                self._emit()
-            if all(self.finished[row] for row in rows):
-                break
-            still = [row for row in rows if not (self.finished[row] and self.has_eos)]
-            if not all(agreed[rows.index(row)] for row in still):
+            scores = self.processors(self.ids[:, : self.prompt_columns + length], raw)
+            offered = [row in group and usable[row] and index[row] < slots for row in range(self.batch_size)]
+            tokens, agreed = self._choose(scores, proposal, at.to(self.device), offered)
+            for row in group:
+                self._record(row, index[row], verified, scores=scores[row], raw=kept_raw[row])
+                index[row] += 1
+            self._append(group, [tokens[row] for row in group])
+            self._emit()
+            going = [row for row in going if row not in group or (agreed[row] and not self._is_frozen(row))]
+            if self.mode == "lockstep" and (
+                all(self.finished) or any(not agreed[row] for row in group if not self._is_frozen(row))
+            ):
                 break
         for row in unfinished:
-            self._count_round(verified, usable=usable[row], accepted=accepted[row])
+            # Every committed token but the one that ends the block was a drafted one; in lockstep the block may have
+            # been cut behind a drafted token.
+            drafted = proposal.tokens[row].tolist() if usable[row] else []
+            start = self.prompt_columns + self.new[row] - index[row]
+            committed = self.ids[row, start : start + index[row]].tolist()
+            accepted = 0
+            while accepted < min(len(drafted), len(committed)) and drafted[accepted] == committed[accepted]:
+                accepted += 1
+            self._count_round(verified, usable=proposal is None or usable[row], accepted=accepted)
+
+    def _is_frozen(self, row: int) -> bool:
+        # Without an end token, plain decoding keeps extending rows that have met their stopping rule.
+        return self.finished[row] and (self.has_eos or self.mode != "lockstep")
 
     def _choose(
-        self, scores: torch.Tensor, rows: list[int], proposal: DFlash2Proposal | None, index: int, usable: dict
+        self, scores: torch.Tensor, proposal: DFlash2Proposal | None, at: torch.Tensor, offered: list[bool]
     ) -> tuple[list[int], list[bool]]:
-        """One token per row of the group, and whether it is the drafted one."""
-        if proposal is None:
-            offered = [False] * len(rows)
-            drafted = None
-        else:
-            drafted = proposal.tokens[rows, index]
-            offered = [usable.get(row, False) for row in rows]
+        """
+        One token per row, and whether it is the drafted one.
+
+        Args:
+            scores (`torch.Tensor` of shape `(batch, vocab)`): Processed scores.
+            proposal ([`DFlash2Proposal`], *optional*): The block's draft.
+            at (`torch.LongTensor` of shape `(batch,)`): The slot each row is at.
+            offered (`list[bool]`): Rows that have a drafted token there.
+        """
+        rows = torch.arange(self.batch_size, device=self.device)
+        nothing = [False] * self.batch_size
         if not self.do_sample:
-            chosen = scores.argmax(dim=-1).tolist()
-            if drafted is None:
-                return chosen, offered
-            same = [token == draft for token, draft in zip(chosen, drafted.tolist(), strict=True)]
-            return chosen, [a and b for a, b in zip(same, offered, strict=True)]
+            chosen = scores.argmax(dim=-1)
+            if not any(offered):
+                return chosen.tolist(), nothing
+            same = chosen == proposal.tokens[rows, at.clamp(max=proposal.tokens.shape[1] - 1)]
+            return chosen.tolist(), [a and b for a, b in zip(same.tolist(), offered, strict=True)]
         probs = torch.softmax(scores, dim=-1)
-        if drafted is None or not any(offered):
-            return torch.multinomial(probs, num_samples=1)[:, 0].tolist(), [False] * len(rows)
-        candidate_ids, q = proposal.candidate_ids[rows, index], proposal.q[rows, index]
-        passed = accept_sampled(
-            drafted[:, None],
-            candidate_ids[:, None],
-            q[:, None],
-            probs[:, None],
-            torch.rand(len(rows), 1, device=self.device),
-        )[:, 0]
+        if not any(offered):
+            return torch.multinomial(probs, num_samples=1)[:, 0].tolist(), nothing
+        at = at.clamp(max=proposal.tokens.shape[1] - 1)
+        drafted, candidate_ids, q = proposal.tokens[rows, at], proposal.candidate_ids[rows, at], proposal.q[rows, at]
+        uniforms = torch.rand(self.batch_size, 1, device=self.device)
+        passed = accept_sampled(drafted[:, None], candidate_ids[:, None], q[:, None], probs[:, None], uniforms)[:, 0]
         may_pass = torch.tensor(offered, device=self.device)
         passed = passed & may_pass
         law = torch.where(may_pass[:, None], residual_distribution(probs, candidate_ids, q), probs)
@@ -585,8 +592,8 @@ class SpeculativeDecoding:
             for row, is_done in enumerate(done.tolist()):
                 self.finished[row] = self.finished[row] or is_done
         else:
-            (row,) = rows
-            self.finished[row] = self._row_is_done(row, tokens[0], length + 1)
+            for row, token in zip(rows, tokens, strict=True):
+                self.finished[row] = self._row_is_done(row, token, length + 1)
 
     def _row_is_done(self, row: int, token: int, length: int) -> bool:
         done = False
@@ -610,9 +617,7 @@ class SpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------ commit
 
-    def _commit(
-        self, features: list[torch.Tensor], verified: _Verified, kept: list[int], active: list[int]
-    ) -> None:
+    def _commit(self, features: list[torch.Tensor], verified: _Verified, kept: list[int], active: list[int]) -> None:
         """Keep the first `kept[row]` block entries of every row in the target's cache, and their features."""
         block = verified.slots + 1
         cache = compat.get_cache(self.model_kwargs)
@@ -686,18 +691,16 @@ class SpeculativeDecoding:
         index: int,
         verified: _Verified,
         *,
-        scores: torch.Tensor | None = None,
-        raw: torch.Tensor | None = None,
-        scores_row: torch.Tensor | None = None,
-        raw_row: torch.Tensor | None = None,
+        scores: torch.Tensor,
+        raw: torch.Tensor,
     ) -> None:
         if not (self.wants_scores or self.wants_logits or self.wants_hidden or self.wants_attentions):
             return
         step = _Step()
         if self.wants_scores:
-            step.scores = scores[row, index] if scores is not None else scores_row
+            step.scores = scores
         if self.wants_logits:
-            step.logits = raw[row, index] if raw is not None else raw_row
+            step.logits = raw
         outputs = verified.outputs
         first = self.new[row] == 0
         if self.wants_hidden:

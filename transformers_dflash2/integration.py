@@ -13,10 +13,10 @@
 # limitations under the License.
 """The door into `generate`.
 
-`GenerationMixin.generate` is wrapped once. The wrapper looks at `assistant_model` only: if its class carries the mark of
-this library the original `generate` is called without an assistant and with a `custom_generate` of ours, so that the
-host prepares inputs, padding, expansion, lengths, cache, processors and stopping rules exactly as for plain decoding.
-Every other call passes through untouched.
+`GenerationMixin.generate` is wrapped once. The wrapper looks at `assistant_model` only: if its class carries the mark
+of this library the original `generate` is called without an assistant and with a `custom_generate` of ours, so that
+the host prepares inputs, padding, expansion, lengths, cache, processors and stopping rules exactly as for plain
+decoding. Every other call passes through untouched.
 """
 
 import functools
@@ -135,7 +135,9 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
 
 def _refuse_unsupported(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:
     if arguments.pop("custom_generate", None) is not None:
-        raise ValueError("custom_generate and a DFlash2 assistant_model both replace the decoding loop; pass only one.")
+        raise ValueError(
+            "custom_generate and a DFlash2 assistant_model both replace the decoding loop; pass only one."
+        )
     for name, (neutral, fix) in _UNSUPPORTED_OPTIONS.items():
         value = effective(name)
         if value is not None and value is not False and value != neutral or (name == "use_cache" and value is False):

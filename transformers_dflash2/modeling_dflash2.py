@@ -394,9 +394,7 @@ class DFlash2DraftModel(DFlash2Model):
         kwargs["key_mapping"] = {**CHECKPOINT_KEY_MAPPING, **(kwargs.pop("key_mapping", None) or {})}
         # Misshapen tensors are reported below with the rest, instead of failing one at a time.
         kwargs.setdefault("ignore_mismatched_sizes", True)
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
-        )
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         _check_loading(pretrained_model_name_or_path, info)
         if not allow_fp16 and model.dtype == torch.float16:
             raise ValueError(_fp16_message("the checkpoint's dtype, float16"))
@@ -455,8 +453,8 @@ def _names_fp16(dtype) -> bool:
 
 def _fp16_message(what: str) -> str:
     return (
-        f"{what}: hidden states of DFlash2 drafters exceed the range of float16 and turn to inf. Load the drafter with "
-        "dtype=torch.bfloat16 or torch.float32, or pass allow_fp16=True to use float16 all the same."
+        f"{what}: hidden states of DFlash2 drafters exceed the range of float16 and turn to inf. Load the drafter "
+        "with dtype=torch.bfloat16 or torch.float32, or pass allow_fp16=True to use float16 all the same."
     )
 
 
@@ -478,8 +476,8 @@ def _check_loading(name, info: dict) -> None:
     ]
     if problems:
         raise ValueError(
-            f"{name} does not hold the tensors its config announces: {'; '.join(problems)}. Check that config.json and "
-            "the weights belong together."
+            f"{name} does not hold the tensors its config announces: {'; '.join(problems)}. Check that config.json "
+            "and the weights belong together."
         )
 
 
