@@ -20,7 +20,7 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from transformers_dflash2.testing import cycle_table, random_drafter, table_drafter, table_target
+from transformers_dflash2.testing import cycle_table, random_drafter, returned_cache, table_drafter, table_target
 
 
 # The host renamed `past_key_values` to `cache` in 5.24.
@@ -202,3 +202,33 @@ def assert_drafts_as_if_rebuilt(target, draft, prompt, **generate_kwargs):
             accepted += 1
         committed += accepted + 1
     return proposals
+
+
+def returned_scores_gap(plain, actual, width):
+    """
+    Gap between the two best scores of plain decoding at the first place where another result differs, smallest of the
+    rows that differ there. Infinite when no step's scores explain the difference.
+    """
+    expected, gap = plain.sequences, float("inf")
+    length = min(expected.shape[1], actual.shape[1])
+    differs = (expected[:, :length] != actual[:, :length]).any(0).nonzero()
+    if not len(differs):
+        return gap
+    column = int(differs[0])
+    for row in (expected[:, column] != actual[:, column]).nonzero()[:, 0].tolist():
+        best = plain.scores[column - width][row].topk(2).values
+        gap = min(gap, float(best[0] - best[1]))
+    return gap
+
+
+def first_turn_cache(target, prompt=PROMPT, **kwargs):
+    """Text and cache of a first turn of ten tokens."""
+    out = target.generate(prompt, max_new_tokens=10, do_sample=False, return_dict_in_generate=True, **kwargs)
+    return out.sequences, returned_cache(out)
+
+
+@contextlib.contextmanager
+def assert_hooks_unchanged(*models):
+    before = hook_count(*models)
+    yield
+    assert hook_count(*models) == before, "hooks were left behind"

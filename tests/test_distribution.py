@@ -15,7 +15,10 @@
 Sampling: the law of what comes out is the target's own processed law, whatever the drafter proposes.
 
 The exact law of three tokens is enumerated with one target pass over every prefix and the host's own processors, and
-compared with counts of 20,000 draws. All draws of a case are rows of a few batches.
+compared with counts of many draws, all of them rows of a few batches: 6,000 by default, 20,000 in the slow tests,
+which go through every combination (`pytest -m slow tests/test_distribution.py -s` lists their p-values).
+
+One token more is generated than is counted, so that all counted tokens behind the first can be drafted ones.
 """
 
 import functools
@@ -40,7 +43,8 @@ stats = pytest.importorskip("scipy.stats")
 
 VOCAB = 8
 PROMPT = [3, 6]
-DRAWS = 20_000
+DRAWS = 6_000
+MANY_DRAWS = 20_000
 BATCH = 2_000
 # Fixed seeds: a right sampler stays above this in every case, a wrong one falls far below.
 SMALLEST_P_VALUE = 1e-3
@@ -103,8 +107,8 @@ def joint_law(name, length=3):
     return law
 
 
-def draw(draft, options, length, seed, draws=DRAWS, drafts=3):
-    """Counts of every continuation."""
+def draw(draft, options, length, seed, draws=DRAWS, extra=1):
+    """Counts of every continuation, and how often the first place was accepted and offered."""
     torch.manual_seed(seed)
     places = VOCAB ** torch.arange(length - 1, -1, -1)
     counts = torch.zeros(VOCAB**length)
@@ -114,13 +118,14 @@ def draw(draft, options, length, seed, draws=DRAWS, drafts=3):
             torch.tensor([PROMPT]).expand(BATCH, -1),
             assistant_model=draft,
             do_sample=True,
-            max_new_tokens=length,
-            num_assistant_tokens=drafts,
+            max_new_tokens=length + extra,
             **options,
         )
-        counts += torch.bincount((out[:, len(PROMPT) :] * places).sum(-1), minlength=VOCAB**length)
-        accepted += draft.last_stats.accepted_per_position[0]
-        offered += draft.last_stats.drafted_per_position[0]
+        width = len(PROMPT) + length
+        out = torch.nn.functional.pad(out, (0, max(0, width - out.shape[1])))[:, len(PROMPT) : width]
+        counts += torch.bincount((out * places).sum(-1), minlength=VOCAB**length)
+        accepted += sum(draft.last_stats.accepted_per_position[:1])
+        offered += sum(draft.last_stats.drafted_per_position[:1])
     return counts.double(), accepted, offered
 
 
@@ -141,21 +146,21 @@ def chi_square_p_value(counts, law):
     return float(stats.chisquare(observed.numpy(), (wanted * observed.sum() / wanted.sum()).numpy()).pvalue)
 
 
-def check_joint_law(drafter, law, seed=0):
-    counts, _, _ = draw(DRAFTERS[drafter](), LAWS[law][0], 3, seed)
+def check_joint_law(drafter, law, seed=0, draws=DRAWS):
+    counts, _, _ = draw(DRAFTERS[drafter](), LAWS[law][0], 3, seed, draws)
     p_value = chi_square_p_value(counts, joint_law(law))
-    print(f"chi-square p = {p_value:.4f} ({drafter}, {law})")
+    print(f"chi-square p = {p_value:.4f} ({drafter}, {law}, seed {seed}, {draws} draws)")
     assert p_value >= SMALLEST_P_VALUE
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", ["top-p", "min-p", "repetition", "all"])
 @pytest.mark.parametrize("drafter", ["sure-and-right", "sure-and-wrong"])
 def test_fault_04_joint_law_of_three_tokens(drafter, law):
     """Catches an acceptance test whose q is not what the draft was drawn from, or a residual of the wrong place."""
     check_joint_law(drafter, law)
 
 
-@pytest.mark.parametrize("law", ["temperature", "repetition", "all"])
+@pytest.mark.parametrize("law", ["repetition", "all"])
 @pytest.mark.parametrize("drafter", ["random", "spread-out", "random-one-candidate", "v1"])
 def test_fault_04_joint_law_with_other_drafters(drafter, law):
     """Catches a q that is reported spread out for a token that was chosen as the best, or the other way round."""
@@ -168,7 +173,7 @@ def test_fault_04_joint_law_with_other_drafters(drafter, law):
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_fault_04_joint_law_in_every_combination(drafter, law, seed):
     """Catches a pair of drafter and law that the default cases leave out."""
-    check_joint_law(drafter, law, seed)
+    check_joint_law(drafter, law, seed, MANY_DRAWS)
 
 
 def test_chi_square_notices_a_lossy_rule():
@@ -176,29 +181,24 @@ def test_chi_square_notices_a_lossy_rule():
     law = joint_law("temperature")
     other = 0.97 * law + 0.03 * law.flip(0)
     torch.manual_seed(0)
-    counts = torch.bincount(torch.multinomial(other, DRAWS, replacement=True), minlength=law.numel()).double()
+    counts = torch.bincount(torch.multinomial(other, MANY_DRAWS, replacement=True), minlength=law.numel()).double()
     assert chi_square_p_value(counts, law) < 1e-6
-    counts = torch.bincount(torch.multinomial(law, DRAWS, replacement=True), minlength=law.numel()).double()
+    counts = torch.bincount(torch.multinomial(law, MANY_DRAWS, replacement=True), minlength=law.numel()).double()
     assert chi_square_p_value(counts, law) >= SMALLEST_P_VALUE
 
 
 @pytest.mark.parametrize("drafter", ["sure-and-right", "spread-out"])
 def test_fault_28_law_of_the_last_token(drafter):
     """Catches a last token that is drawn from the wrong place because the block is cut by the length limit."""
-    for length in (1, 2):
-        for drafts in (1, 7):
-            counts, _, _ = draw(DRAFTERS[drafter](), LAWS["temperature"][0], length + 1, seed=3, drafts=drafts)
-            counts = counts.view(-1, VOCAB)
-            law = joint_law("temperature", length + 1)
-            assert chi_square_p_value(counts.flatten(), law) >= SMALLEST_P_VALUE
+    for length in (1, 2, 3):
+        counts, _, _ = draw(DRAFTERS[drafter](), LAWS["temperature"][0], length, seed=3, extra=0)
+        assert chi_square_p_value(counts, joint_law("temperature", length)) >= SMALLEST_P_VALUE
 
 
 def first_place_law(draft, temperature):
     """What the drafter draws its first token from, by anchor: `(vocab, vocab)`, from one round over all anchors."""
     anchors = torch.arange(VOCAB)
     prompts = torch.cat([torch.tensor([PROMPT]).expand(VOCAB, -1), anchors[:, None]], dim=1)
-    if draft.candidate_selector is None:
-        temperature = None
     from transformers_dflash2.candidate_generator import DraftSession
     from transformers_dflash2.target import TargetAdapter
 
@@ -212,17 +212,18 @@ def first_place_law(draft, temperature):
         proposal = session.propose(
             anchors,
             torch.full((VOCAB,), len(PROMPT)),
-            slots=3,
-            temperature=temperature or 1.0,
+            slots=1,
+            temperature=temperature,
             greedy=False,
         )
     law = torch.zeros(VOCAB, VOCAB)
     return law.scatter_add(1, proposal.candidate_ids[:, 0], proposal.q[:, 0]).double()
 
 
+@pytest.mark.parametrize("draws", [DRAWS, pytest.param(MANY_DRAWS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("temperature", [0.3, 1.0])
 @pytest.mark.parametrize("drafter", ["sure-and-right", "sure-and-wrong", "spread-out", "random", "v1"])
-def test_fault_25_first_place_is_accepted_as_often_as_the_rule_says(drafter, temperature):
+def test_fault_25_first_place_is_accepted_as_often_as_the_rule_says(drafter, temperature, draws):
     """
     Catches greedy drafts held against sampled targets, and equality tests: valid, but accepted less often.
 
@@ -237,9 +238,11 @@ def test_fault_25_first_place_is_accepted_as_often_as_the_rule_says(drafter, tem
     torch.testing.assert_close(q.sum(-1), torch.ones(VOCAB, dtype=torch.float64), atol=1e-5, rtol=0)
     expected = float((first * torch.minimum(p, q).sum(-1)).sum())
     at_least = float((first * (p * q).sum(-1)).sum())
-    _, accepted, offered = draw(draft, options, 3, seed=5)
-    assert offered == DRAWS
+    _, accepted, offered = draw(draft, options, 3, seed=5, draws=draws, extra=0)
+    # With three tokens there is one round with one slot; a row that is refused there has no room for another.
+    assert offered == draws
     error = max((expected * (1 - expected) / offered) ** 0.5, 1 / offered)
+    print(f"first place: accepted {accepted / offered:.4f}, sum of min(p, q) {expected:.4f} +- {error:.4f}")
     assert abs(accepted / offered - expected) <= 3 * error, (accepted / offered, expected, error)
     assert accepted / offered >= at_least - 3 * error
 
@@ -313,7 +316,9 @@ def test_fault_29_half_precision_target_keeps_its_law():
     prompts = torch.tensor([PROMPT]).expand(BATCH, -1)
     counts = torch.zeros(VOCAB)
     for _ in range(5):
-        out = model.generate(prompts, assistant_model=draft, do_sample=True, max_new_tokens=2, temperature=0.7, top_k=0)
+        out = model.generate(
+            prompts, assistant_model=draft, do_sample=True, max_new_tokens=2, temperature=0.7, top_k=0
+        )
         counts += torch.bincount(out[:, -1], minlength=VOCAB)
     with torch.no_grad():
         first = (model(prompts[:1]).logits[:, -1].float() / 0.7).softmax(-1).double()[0]

@@ -150,6 +150,9 @@ class DFlash2CandidateGenerator(CandidateGenerator):
         self._committed = 0
         self._hooks = self._adapter.tap()
         self._tap = self._hooks.__enter__()
+        # The host's loop makes the forwards, all through one generator's life.
+        self._listening = self._tap.listen()
+        self._listening.__enter__()
 
     def __enter__(self):
         return self
@@ -160,6 +163,7 @@ class DFlash2CandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         """Remove the hooks from the target. The generator is of no use afterwards."""
         if self._hooks is not None:
+            self._listening.__exit__(None, None, None)
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 

@@ -320,7 +320,8 @@ class SpeculativeDecoding:
         with self._timer("prefill"):
             cache = compat.get_cache(self.model_kwargs)
             prompt_ids = self.ids[:, : self.prompt_columns]
-            outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
+            with tap.listen():
+                outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
             self.stats.target_passes += 1
             cache = compat.get_cache(self.model_kwargs)
             reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
@@ -352,7 +353,7 @@ class SpeculativeDecoding:
         room = max(self.max_length - self.prompt_columns - self.new[row] for row in active)
         slots = int(min(self.slots, room - 1))
         proposal = self._draft(slots) if slots > 0 else None
-        verified = self._verify(proposal, slots)
+        verified = self._verify(tap, proposal, slots)
         with self._timer("accept"):
             kept = self._accept(verified)
         with self._timer("commit"):
@@ -388,13 +389,14 @@ class SpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------ verify
 
-    def _verify(self, proposal: DFlash2Proposal | None, slots: int) -> _Verified:
+    def _verify(self, tap: FeatureTap, proposal: DFlash2Proposal | None, slots: int) -> _Verified:
         with self._timer("verify"):
             block_ids = self._anchors()[:, None]
             if proposal is not None:
                 block_ids = torch.cat([block_ids, proposal.tokens], dim=1)
             inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(slots + 1))
-            outputs = self.target(**inputs, return_dict=True)
+            with tap.listen():
+                outputs = self.target(**inputs, return_dict=True)
             self.stats.target_passes += 1
             return _Verified(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs)
 

@@ -33,7 +33,7 @@ _RECURRENT_LAYER_WORDS = ("linear", "mamba", "conv", "recurrent", "ssm", "rwkv",
 
 class FeatureTap:
     """
-    Collects the outputs of tapped layers, of forwards made by the thread that created it.
+    Collects the outputs of tapped layers, of forwards made by the thread that created it while it is listening.
 
     A call to [`take`] returns what has come in since the last one and lets go of it.
     """
@@ -41,10 +41,21 @@ class FeatureTap:
     def __init__(self, num_taps: int):
         self._chunks: list[list[torch.Tensor]] = [[] for _ in range(num_taps)]
         self._thread = threading.get_ident()
+        self._is_listening = False
+
+    @contextmanager
+    def listen(self) -> Iterator[None]:
+        """Record while the context is open. Forwards made by others, a processor for instance, are none of ours."""
+        self._is_listening = True
+        try:
+            yield
+        finally:
+            self._is_listening = False
 
     def record(self, tap: int, output) -> None:
+        """Keep the output of a tapped layer."""
         # Another thread may be running the same target with a drafter, or without.
-        if threading.get_ident() == self._thread:
+        if self._is_listening and threading.get_ident() == self._thread:
             hidden = output[0] if isinstance(output, tuple | list) else output
             self._chunks[tap].append(hidden)
 
@@ -102,7 +113,7 @@ class TargetAdapter:
 
     @contextmanager
     def tap(self) -> Iterator[FeatureTap]:
-        """Record the outputs of the tapped layers while the context is open."""
+        """Hook the tapped layers while the context is open; the tap records what it is told to [`listen`] to."""
         tap = FeatureTap(len(self._tapped))
         handles = []
         try:
