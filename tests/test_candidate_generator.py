@@ -248,25 +248,29 @@ def test_round_without_an_offer_keeps_the_features_in_step(record):
     assert [counts[0] for _, _, counts in record.appends[:5]] == [3, 1, 8, 1, 8]
 
 
-def test_chunks_of_a_prefill_are_joined(record):
-    """Catches a prefill in several passes of which only the last one's features are taken."""
-    target, draft = t0(), d0()
-    generator = DFlash2CandidateGenerator(draft, target, request(target))
-    prompt = torch.tensor(PROMPTS[17])
-    with generator, torch.no_grad():
-        assert generator.get_candidates(prompt, model_kwargs={}, is_first_iteration=True)[1] is None
-        outputs = target(prompt[:, :10], use_cache=True)
-        cache = outputs.cache if "cache" in outputs else outputs.past_key_values
-        outputs = target(prompt[:, 10:], **{"cache" if "cache" in outputs else "past_key_values": cache})
-        token = outputs.logits[:, -1:].argmax(dim=-1)
-        ids = torch.cat([prompt, token], dim=1)
-        generator.get_candidates(
-            ids, model_kwargs={}, model_outputs=outputs, is_first_iteration=False, n_last_matches=0
-        )
-    features, positions, counts = record.appends[0]
-    assert counts == [17] and torch.equal(positions, torch.arange(17)[None])
-    expected = taps_of(target, prompt, draft.config.target_layer_ids)
-    torch.testing.assert_close(features[0], expected, atol=FEATURE_TOLERANCE, rtol=0)
+class _RunsTheTarget(LogitsProcessor):
+    """Stands for guidance: it calls the target on other ids and gives the scores back."""
+
+    def __init__(self, target):
+        self.target = target
+
+    def __call__(self, input_ids, scores):
+        with torch.no_grad():
+            self.target(torch.tensor([[1, 2, 3, 4, 5]]))
+        return scores
+
+
+def test_forwards_of_a_processor_are_not_features(record):
+    """Catches a tap that takes every forward of the target for the loop's: positions would be off from then on."""
+    target, draft = t0(), random_drafter(t0(), 3)
+    output = host_generate(target, draft, logits_processor=[_RunsTheTarget(target)], max_new_tokens=8)
+    assert torch.equal(output, plain_generate(target, max_new_tokens=8))
+    taps = taps_of(target, output, draft.config.target_layer_ids)
+    done = 0
+    for features, positions, (count,) in record.appends:
+        assert positions[0, :count].tolist() == list(range(done, done + count))
+        torch.testing.assert_close(features[0, :count], taps[done : done + count], atol=FEATURE_TOLERANCE, rtol=0)
+        done += count
 
 
 # ----------------------------------------------------------------------------------------------------------- offers, q

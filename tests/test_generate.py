@@ -298,17 +298,16 @@ def test_text_streamer(pair, capsys):
 # Stopping ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (1, 3), (3, 2)])
 def test_stop_strings_at_every_offset(pair, batch, length):
     """Catches a stop string that is only looked for at the end of a block."""
     target, draft = pair
     tokenizer = text_tokenizer()
     inputs = left_pad(ROWS[:batch])
-    text = target.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs["input_ids"].shape[1] :]
-    for offset in range(0, 17, 2):
+    text = target.generate(**inputs, max_new_tokens=20, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    for offset in range(0, 15, 2 if batch == 1 else 4):
         stop = tokenizer.decode(text[offset : offset + length])
-        assert_same_tokens(target, draft, **inputs, max_new_tokens=24, stop_strings=[stop, "~"], tokenizer=tokenizer)
+        assert_same_tokens(target, draft, **inputs, max_new_tokens=20, stop_strings=[stop, "~"], tokenizer=tokenizer)
 
 
 class SeesEveryPrefix(StoppingCriteria):
@@ -326,7 +325,7 @@ class SeesEveryPrefix(StoppingCriteria):
         return done
 
 
-@pytest.mark.parametrize("new_tokens", [1, 2, 5, 8, 9, 13])
+@pytest.mark.parametrize("new_tokens", [1, 8, 11])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_custom_criterion_sees_each_prefix_once_in_order(pair, batch, new_tokens):
     """Catches rules that are asked per block: text overshoots, or a rule sees prefixes twice or too early."""
@@ -356,12 +355,12 @@ def test_custom_criterion_that_stops_one_row(pair, eos):
     target, draft = pair
     inputs = left_pad(ROWS)
     options = {"eos_token_id": 30, "pad_token_id": 0} if eos else {}
-    for rows in ([0], [1], [0, 2]):
-        for length in (11, 14, 20):
+    for rows in ([1], [0, 2]):
+        for length in (11, 18):
             results = [
                 target.generate(
                     **inputs,
-                    max_new_tokens=24,
+                    max_new_tokens=14,
                     do_sample=False,
                     stopping_criteria=StoppingCriteriaList([SeesEveryPrefix(length, rows)]),
                     **options,
@@ -486,13 +485,13 @@ def test_duplicate_and_many_rows(pair):
     """Catches rows that are mixed up by their index."""
     target, draft = pair
     rows = [[(7 * row + column) % 31 for column in range(1 + row % 6)] for row in range(13)] + [ROWS[0], ROWS[0]]
-    assert_same_tokens(target, draft, **left_pad(rows), max_new_tokens=30)
+    assert_same_tokens(target, draft, **left_pad(rows), max_new_tokens=20)
 
 
 def test_prompt_of_one_token(pair):
     """Catches an off-by-one that a longer prompt hides."""
     target, draft = pair
-    for token in range(1, 31):
+    for token in range(1, 31, 4):
         assert_same_tokens(target, draft, torch.tensor([[token]]), max_new_tokens=9)
 
 
@@ -730,10 +729,10 @@ FAMILIES = {
 def test_target_families(family, batch):
     """Catches assumptions about one family: short windows, experts, embedding factors, fused weights."""
     target = table_target(0, model_type=family, **FAMILIES[family])
-    for draft in (table_drafter(target), random_drafter(target)):
-        _, drafted = assert_same_tokens(target, draft, **left_pad(ROWS[:batch]), max_new_tokens=40)
-        assert len(set(drafted[0, -40:].tolist())) > 2
-        assert_same_tokens(target, draft, **left_pad(ROWS[:batch]), max_new_tokens=20, prefill_chunk_size=4)
+    _, drafted = assert_same_tokens(target, table_drafter(target), **left_pad(ROWS[:batch]), max_new_tokens=32)
+    assert len(set(drafted[0, -32:].tolist())) > 2
+    draft = random_drafter(target)
+    assert_same_tokens(target, draft, **left_pad(ROWS[:batch]), max_new_tokens=16, prefill_chunk_size=4)
     assert draft.last_stats.rounds > 0
 
 
@@ -744,18 +743,18 @@ def test_sliding_window_target_longer_than_its_window(implementation):
     table = read_table(target)
     prompt = torch.randint(1, 31, (1, 17), generator=torch.Generator().manual_seed(3))
     for draft in (table_drafter(target), table_drafter(target, broken_table(table)), random_drafter(target)):
-        for length in (1, 4, 5, 6, 7, 17):
+        for length in (1, 5, 6, 17):
             plain, drafted = assert_same_tokens(
-                target, draft, prompt[:, :length], max_new_tokens=40, return_dict_in_generate=True
+                target, draft, prompt[:, :length], max_new_tokens=24, return_dict_in_generate=True
             )
             assert returned_cache(drafted).get_seq_length() == returned_cache(plain).get_seq_length()
             for ours, theirs in zip(
                 cache_tensors(returned_cache(drafted)), cache_tensors(returned_cache(plain)), strict=True
             ):
                 torch.testing.assert_close(ours, theirs, atol=VALUE_TOLERANCE, rtol=0)
-        for draft_tokens in (1, 5, 6, 7, 12):
+        for draft_tokens in (1, 5, 6, 12):
             assert_same_tokens(
-                target, draft, prompt, max_new_tokens=40, draft_kwargs={"num_assistant_tokens": draft_tokens}
+                target, draft, prompt, max_new_tokens=24, draft_kwargs={"num_assistant_tokens": draft_tokens}
             )
 
 
@@ -823,8 +822,8 @@ def test_drafter_settings(name):
     """Catches a drafter setting that reaches the output."""
     target = t0()
     draft = random_drafter(target, **DRAFTERS[name])
-    assert_same_tokens(target, draft, PROMPT, max_new_tokens=40)
-    assert_same_tokens(target, draft, **left_pad(ROWS), max_new_tokens=40)
+    assert_same_tokens(target, draft, PROMPT, max_new_tokens=20)
+    assert_same_tokens(target, draft, **left_pad(ROWS), max_new_tokens=20)
     assert draft.last_stats.rounds > 0
 
 
@@ -967,14 +966,14 @@ def test_two_threads_share_target_and_drafter():
     """Catches features of one call that end up in another."""
     target, draft = t0(), d1()
     prompts = [torch.tensor([row]) for row in ROWS]
-    expected = [target.generate(prompt, max_new_tokens=60, do_sample=False) for prompt in prompts]
+    expected = [target.generate(prompt, max_new_tokens=30, do_sample=False) for prompt in prompts]
     results, errors = {}, []
 
     def work(index):
         try:
-            for _ in range(3):
+            for _ in range(2):
                 results[index] = target.generate(
-                    prompts[index], assistant_model=draft, max_new_tokens=60, do_sample=False
+                    prompts[index], assistant_model=draft, max_new_tokens=30, do_sample=False
                 )
         except Exception as error:
             errors.append(error)

@@ -13,8 +13,9 @@
 # limitations under the License.
 """Everything that is asked of a target model: layers to tap, embedding rows, output head, vocabulary.
 
-The target is only ever *called*: no weight of it is read, sliced or cast, so quantised, offloaded and adapted modules
-work through their own forward.
+Layers and head are only ever *called*: no weight of theirs is read, sliced or cast, so quantised, offloaded and
+adapted modules work through their own forward. So is the embedding, unless its class does more than look rows up; then
+the rows are read from its weight, because drafters are trained on the raw ones.
 """
 
 import threading
@@ -97,6 +98,14 @@ class TargetAdapter:
             )
         self.layers = _find_layers(target, text_config)
         self.embedding = target.get_input_embeddings()
+        self._rows_are_changed = (
+            isinstance(self.embedding, nn.Embedding) and type(self.embedding).forward is not nn.Embedding.forward
+        )
+        if self._rows_are_changed and self.embedding.weight.device.type == "meta":
+            raise ValueError(
+                f"The input embedding of {name} ({type(self.embedding).__name__}) is offloaded, and a drafter needs "
+                "its raw rows. Keep the embedding on a device in the target's device_map."
+            )
         self.head = target.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"{name} has no output embeddings; load it with AutoModelForCausalLM.")
@@ -138,12 +147,10 @@ class TargetAdapter:
         Returns:
             `torch.Tensor` of shape `(batch, block, target_hidden_size)` in the target's dtype.
         """
-        embedding = self.embedding
-        token_ids = token_ids.to(_device_of(embedding, self.target))
-        scales_rows = isinstance(embedding, nn.Embedding) and type(embedding).forward is not nn.Embedding.forward
-        if scales_rows:
-            return nn.functional.embedding(token_ids, embedding.weight)
-        return embedding(token_ids)
+        token_ids = _move_for(self.embedding, token_ids)
+        if self._rows_are_changed:
+            return nn.functional.embedding(token_ids, self.embedding.weight)
+        return self.embedding(token_ids)
 
     def logits(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """
@@ -156,7 +163,7 @@ class TargetAdapter:
         Returns:
             `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`.
         """
-        logits = self.head(hidden.to(device=_device_of(self.head, self.target), dtype=dtype))
+        logits = self.head(_move_for(self.head, hidden).to(dtype))
         if logits.shape[-1] > self.candidate_limit:
             excluded = torch.arange(logits.shape[-1], device=logits.device) >= self.candidate_limit
             logits = logits.masked_fill(excluded, -torch.inf)
@@ -188,13 +195,11 @@ def _real_vocab_size(text_config) -> int:
     return text_config.vocab_size if unpadded is None else unpadded
 
 
-def _device_of(module: nn.Module, target) -> torch.device:
-    # Offloaded modules keep their weights on the meta device and are moved by their own hooks.
-    for tensor in module.parameters():
-        return target.device if tensor.device.type == "meta" else tensor.device
-    for tensor in module.buffers():
-        return target.device if tensor.device.type == "meta" else tensor.device
-    return target.device
+def _move_for(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """Bring inputs to where a module computes; an offloaded one, whose weights are on the meta device, does it alone."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        return inputs if tensor.device.type == "meta" else inputs.to(tensor.device)
+    return inputs
 
 
 __all__ = ["FeatureTap", "TargetAdapter"]
