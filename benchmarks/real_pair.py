@@ -4,7 +4,7 @@
     python benchmarks/real_pair.py speed --dtype float32  # tokens per second, blocks of 8 and 4
     python benchmarks/real_pair.py reference              # needs `pip install dflash==0.1.0`
 
-Plain decoding and ours are timed in turns within one run, so that a busy machine slows both. Run it on an idle machine.
+Plain decoding and ours are timed in turns within one run, so that a busy machine slows both. Use an idle machine.
 """
 
 import argparse

@@ -196,7 +196,7 @@ def _real_vocab_size(text_config) -> int:
 
 
 def _move_for(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Bring inputs to where a module computes; an offloaded one, whose weights are on the meta device, does it alone."""
+    """Bring inputs to where a module computes. An offloaded one, with weights on the meta device, does it alone."""
     for tensor in (*module.parameters(), *module.buffers()):
         return inputs if tensor.device.type == "meta" else inputs.to(tensor.device)
     return inputs
