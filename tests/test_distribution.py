@@ -204,7 +204,7 @@ def first_place_law(draft, temperature):
 
     adapter = TargetAdapter(target(), draft.config)
     session = DraftSession(draft, adapter, batch_size=VOCAB, block_size=draft.config.block_size)
-    with torch.no_grad(), adapter.tap() as tap:
+    with torch.no_grad(), adapter.tap() as tap, tap.listen():
         target()(prompts[:, :-1])
         features = tap.take()
         positions = torch.arange(len(PROMPT)).expand(VOCAB, -1)
