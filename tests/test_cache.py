@@ -173,6 +173,18 @@ def test_one_write_longer_than_the_window(windows, prompt):
     model.check()
 
 
+@pytest.mark.parametrize("prompt", [3, 7, 40], ids="prompt{}".format)
+def test_no_two_entries_of_a_write_share_a_column(prompt):
+    """Catches a scatter with two values for one column: on a CPU the last one wins, on a GPU either."""
+    cache = make_cache([6, None], batch_size=2)
+    for start in (0, prompt):
+        cache.begin_append(torch.arange(start, start + prompt).expand(2, -1), [prompt, prompt - 2])
+        for group in cache._groups.values():
+            for row in group.slots:
+                kept = row[row > 0]
+                assert len(kept) > 0 and len(kept.unique()) == len(kept)
+
+
 @pytest.mark.parametrize("parts", [[9], [1] * 9, [4, 5], [5, 3, 1]], ids=["once", "one-by-one", "halves", "falling"])
 def test_chunks_do_not_matter(parts):
     """Catches a content that depends on how the committed tokens were grouped into writes."""

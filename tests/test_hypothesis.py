@@ -141,7 +141,7 @@ def calls(draw):
     target, draft = draw(st.sampled_from(sorted(TARGETS))), draw(st.sampled_from(sorted(DRAFTERS)))
     rows = draw(st.lists(st.lists(tokens, min_size=1, max_size=12), min_size=1, max_size=4))
     options = {name: draw(PROCESSORS[name]) for name in draw(st.sets(st.sampled_from(sorted(PROCESSORS)), max_size=3))}
-    new_tokens = draw(st.integers(1, 24))
+    new_tokens = draw(st.integers(1, 16))
     if draw(st.booleans()):
         options["max_new_tokens"] = new_tokens
     else:

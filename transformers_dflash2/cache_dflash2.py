@@ -38,6 +38,8 @@ class _Columns:
     layers: list[int]
     capacity: int = 0
     used: int = 0
+    # Columns in use before the write in progress; the last block stands behind them.
+    before: int = 0
     slots: torch.Tensor | None = None  # [batch, entries] column of each entry that is being written
     positions: torch.Tensor | None = None  # [batch, 1 + capacity], -1 = empty
     keys: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -98,6 +100,7 @@ class DFlash2ContextCache:
         counts_tensor = torch.tensor(counts, device=self.device)[:, None]
         for group in self._groups.values():
             keep = index < counts_tensor
+            group.before = group.used
             if group.window is None:
                 column = lengths + index
                 group.used = max(totals)
@@ -129,6 +132,10 @@ class DFlash2ContextCache:
             if layer_idx not in buffers:
                 width = 1 + group.capacity + self.block_size
                 buffers[layer_idx] = new.new_zeros(*new.shape[:2], width, new.shape[3])
+            # Rows that commit less than others leave columns of the last block in between. The mask hides them, but a
+            # NaN times a weight of zero is still a NaN.
+            start = 1 + group.before
+            buffers[layer_idx][:, :, start : start + self.block_size] = 0
             index = group.slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
             buffers[layer_idx].scatter_(2, index, new)
 
@@ -152,7 +159,8 @@ class DFlash2ContextCache:
         block = keys.shape[2]
         if block > self.block_size:
             self.block_size = block
-            self._reallocate(group, group.capacity)
+            for other in self._groups.values():
+                self._reallocate(other, other.capacity)
         start = 1 + group.used
         for buffer, new in ((group.keys[layer_idx], keys), (group.values[layer_idx], values)):
             buffer[:, :, start : start + block] = new
@@ -200,6 +208,8 @@ class DFlash2ContextCache:
             self._reallocate(group, max(columns, 2 * group.capacity))
 
     def _reallocate(self, group: _Columns, capacity: int) -> None:
+        if group.positions is None:
+            return
         old_width = 1 + group.capacity
         group.capacity = capacity
         positions = torch.full((self.batch_size, 1 + capacity), -1, dtype=torch.long, device=self.device)

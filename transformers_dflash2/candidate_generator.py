@@ -19,12 +19,17 @@ wraps it in the host's `CandidateGenerator` protocol for code that runs the host
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
 from .target import TargetAdapter
+
+
+# What the host fills in for `num_assistant_tokens` when a call does not say.
+_HOST_DEFAULT_ASSISTANT_TOKENS = 20
 
 
 class DraftSession:
@@ -36,9 +41,17 @@ class DraftSession:
         adapter ([`TargetAdapter`]): The target it drafts for.
         batch_size (`int`): Rows.
         block_size (`int`): The longest block, anchor included.
+
+    Raises:
+        `ValueError`: The drafter is in float16 and does not allow it.
     """
 
     def __init__(self, draft: DFlash2DraftModel, adapter: TargetAdapter, *, batch_size: int, block_size: int):
+        if draft.dtype == torch.float16 and not draft.allow_fp16:
+            raise ValueError(
+                "The drafter is in float16, whose range its hidden states exceed. Move it with "
+                "draft.to(torch.bfloat16), or set draft.allow_fp16 = True to use float16 all the same."
+            )
         self.draft = draft
         self.adapter = adapter
         self.device, self.dtype = draft.device, draft.dtype
@@ -128,6 +141,8 @@ class DFlash2CandidateGenerator(CandidateGenerator):
     """
 
     requires_model_outputs = True
+    # Nothing to ask of the target's forward: features come through hooks.
+    model_kwargs_overrides: ClassVar[dict] = {}
 
     def __init__(
         self,
@@ -148,6 +163,7 @@ class DFlash2CandidateGenerator(CandidateGenerator):
         eos = getattr(generation_config, "_eos_token_tensor", None)
         self._eos_token_ids = [] if eos is None else eos.flatten().tolist()
         self._committed = 0
+        self._offered = 0
         self._hooks = self._adapter.tap()
         self._tap = self._hooks.__enter__()
         # The host's loop makes the forwards, all through one generator's life.
@@ -198,7 +214,12 @@ class DFlash2CandidateGenerator(CandidateGenerator):
             )
         if is_first_iteration or model_outputs is None:
             return input_ids, None
-        self._ingest(model_kwargs or {}, n_last_matches)
+        offer = self._draft(input_ids, model_kwargs or {}, model_outputs, n_last_matches)
+        self._offered = offer[0].shape[1] - input_ids.shape[1]
+        return offer
+
+    def _draft(self, input_ids, model_kwargs: dict, model_outputs, n_last_matches):
+        self._ingest(model_kwargs, input_ids.shape[1], n_last_matches)
         slots = self.slots
         if self._max_length is not None:
             slots = min(slots, self._max_length - input_ids.shape[1] - 1)
@@ -223,8 +244,9 @@ class DFlash2CandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches) -> None:
         """The draft length is constant; nothing to update."""
 
-    def _ingest(self, model_kwargs: dict, n_last_matches) -> None:
-        features = self._tap.take()
+    def _ingest(self, model_kwargs: dict, length: int, n_last_matches) -> None:
+        # The target's own forward comes first; a processor that runs the target as well comes after it.
+        features = self._tap.take(length - 1 if self._committed == 0 else self._offered + 1)
         entries = features[0].shape[1]
         device = features[0].device
         if self._committed == 0:
@@ -247,6 +269,7 @@ def host_assisted_loop(target, draft: DFlash2DraftModel) -> Iterator[None]:
 
     For comparisons and for code that is tied to that loop: one row, dynamic cache, no custom stopping rule inside a
     block. The target's factory of candidate generators is replaced on the instance while the context is open.
+    `num_assistant_tokens` may be passed to `generate`; the host's default of 20 counts as not passed.
 
     Args:
         target ([`~transformers.PreTrainedModel`]): The model to generate with.
@@ -254,9 +277,17 @@ def host_assisted_loop(target, draft: DFlash2DraftModel) -> Iterator[None]:
     """
     generators: list[DFlash2CandidateGenerator] = []
 
+    def close_generators():
+        while generators:
+            generators.pop().close()
+
     def make_generator(generation_config, logits_processor=None, **kwargs):
+        close_generators()
+        num_assistant_tokens = generation_config.num_assistant_tokens
+        if num_assistant_tokens == _HOST_DEFAULT_ASSISTANT_TOKENS:
+            num_assistant_tokens = None
         generator = DFlash2CandidateGenerator(
-            draft, target, generation_config, num_assistant_tokens=generation_config.num_assistant_tokens
+            draft, target, generation_config, num_assistant_tokens=num_assistant_tokens
         )
         generators.append(generator)
         return generator
@@ -268,8 +299,7 @@ def host_assisted_loop(target, draft: DFlash2DraftModel) -> Iterator[None]:
     finally:
         del draft.is_dflash2_assistant
         del target._get_candidate_generator
-        for generator in generators:
-            generator.close()
+        close_generators()
 
 
 __all__ = ["DFlash2CandidateGenerator", "DraftSession", "host_assisted_loop"]

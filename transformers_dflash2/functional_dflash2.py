@@ -98,6 +98,8 @@ def top_candidates(
     """
     The best `top_k` tokens of each slot, by value descending and, among equals, by token id.
 
+    Of tokens that tie for the last place `torch.topk` keeps any; the order among those kept is by id all the same.
+
     Args:
         logits (`torch.Tensor` of shape `(batch, slots, vocab)`): Raw head logits; excluded ids hold `-inf`.
         top_k (`int`): Candidates per slot, `1 <= top_k <= vocab`.

@@ -202,11 +202,6 @@ class SpeculativeDecoding:
         streamer,
         model_kwargs: dict[str, Any],
     ):
-        if draft.dtype == torch.float16 and not draft.allow_fp16:
-            raise ValueError(
-                "The drafter is in float16, whose range its hidden states exceed. Move it with "
-                "draft.to(torch.bfloat16), or set draft.allow_fp16 = True to use float16 all the same."
-            )
         self.target, self.draft = target, draft
         self.adapter = TargetAdapter(target, draft.config)
         self.processors, self.criteria = logits_processor, stopping_criteria
@@ -214,6 +209,7 @@ class SpeculativeDecoding:
         self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
         self.device = input_ids.device
         self.batch_size, self.prompt_columns = input_ids.shape
+        self.session = DraftSession(draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1)
         self._check_cache()
 
         self.do_sample = bool(generation_config.do_sample)
@@ -342,7 +338,6 @@ class SpeculativeDecoding:
         self.committed = self.valid.sum(-1).tolist()
         self._position_base = self._last_positions()
         self._pending = self._pack(features, positions, counts, fresh)
-        self.session: DraftSession | None = None
 
         logits = outputs.logits[:, -1:]
         self._accept(_Verified(logits, None, 0, outputs))
@@ -365,10 +360,6 @@ class SpeculativeDecoding:
 
     def _draft(self, slots: int) -> DFlash2Proposal:
         with self._timer("draft"):
-            if self.session is None:
-                self.session = DraftSession(
-                    self.draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1
-                )
             if self._pending is not None:
                 self.session.append(*self._pending)
                 self._pending = None

@@ -124,14 +124,13 @@ class DFlash2Attention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        context: DFlash2ContextCache | None,
+        context: DFlash2ContextCache,
     ) -> torch.Tensor:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         queries = self.q_norm(self.q_proj(hidden_states).view(shape)).transpose(1, 2)
         keys, values = self.project_keys_values(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
-        if context is not None:
-            keys, values = context.with_block(self.layer_idx, keys, values)
+        keys, values = context.with_block(self.layer_idx, keys, values)
         implementation = self.config._attn_implementation
         if attention_mask is not None and implementation == "eager":
             # The eager function adds its mask to the scores.
@@ -197,7 +196,7 @@ class DFlash2DecoderLayer(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        context: DFlash2ContextCache | None,
+        context: DFlash2ContextCache,
     ) -> torch.Tensor:
         hidden_states = hidden_states + _convolved(
             self.attention_conv,
@@ -335,21 +334,23 @@ class DFlash2Model(DFlash2PreTrainedModel):
             position_ids (`torch.LongTensor` of shape `(batch, block)`):
                 Absolute positions; the anchor's is the number of tokens committed before it.
             context ([`DFlash2ContextCache`], *optional*):
-                Committed context. It is read, not extended.
+                Committed context. It is read, not extended. Without it the block sees only itself.
 
         Returns:
             [`~transformers.modeling_outputs.BaseModelOutput`] whose `last_hidden_state` has shape
             `(batch, block, hidden_size)`; row 0 (the anchor) predicts nothing.
         """
         hidden_states = inputs_embeds
+        if context is None:
+            context = self.make_context(*inputs_embeds.shape[:1], block_size=inputs_embeds.shape[1])
         position_embeddings = self.rotary_emb(hidden_states, position_ids)
         masks: dict[tuple[int | None, bool], torch.Tensor | None] = {}
         for layer_idx, layer in enumerate(self.layers):
             attention = layer.self_attn
             kind = (attention.sliding_window, attention.block_is_causal)
-            if context is not None and kind not in masks:
+            if kind not in masks:
                 masks[kind] = context.block_mask(layer_idx, position_ids, is_causal=attention.block_is_causal)
-            hidden_states = layer(hidden_states, position_embeddings, masks.get(kind), context)
+            hidden_states = layer(hidden_states, position_embeddings, masks[kind], context)
         return BaseModelOutput(last_hidden_state=self.norm(hidden_states))
 
 

@@ -60,14 +60,27 @@ class FeatureTap:
             hidden = output[0] if isinstance(output, tuple | list) else output
             self._chunks[tap].append(hidden)
 
-    def take(self) -> list[torch.Tensor]:
+    def take(self, entries: int | None = None) -> list[torch.Tensor]:
         """
+        Args:
+            entries (`int`, *optional*): Return only the first `entries` of what was recorded.
+
         Returns:
             One tensor of shape `(batch, entries, target_hidden_size)` per tap, in the order of the taps. Chunks of a
             chunked prefill are joined in order.
         """
-        chunks, self._chunks = self._chunks, [[] for _ in self._chunks]
-        return [tap[0] if len(tap) == 1 else torch.cat(tap, dim=1) for tap in chunks]
+        recorded, self._chunks = self._chunks, [[] for _ in self._chunks]
+        return [_join(chunks, entries) for chunks in recorded]
+
+
+def _join(chunks: list[torch.Tensor], entries: int | None) -> torch.Tensor:
+    if entries is not None:
+        # Chunks past the limit may come from somebody else's forward, of another batch size even.
+        kept, chunks = chunks, []
+        while kept and entries > 0:
+            chunks.append(kept.pop(0)[:, :entries])
+            entries -= chunks[-1].shape[1]
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=1)
 
 
 class TargetAdapter:

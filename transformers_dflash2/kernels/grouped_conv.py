@@ -1,0 +1,170 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Grouped dynamic causal convolution, see [`functional_dflash2.grouped_conv`].
+
+One program computes up to 1024 channels of one output row. Every coefficient and value is read under the mask "this
+tap stays inside the block", so what lies before a block's start is never touched, finite or not.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+
+
+__all__ = ["grouped_conv_ineligible_reason", "grouped_conv_op", "grouped_conv_triton"]
+
+_MAX_BLOCK_CHANNELS = 1024
+
+
+@triton.jit
+def _grouped_conv_kernel(
+    hidden_ptr,
+    base_ptr,
+    dynamic_ptr,
+    out_ptr,
+    block,
+    hidden_size,
+    group_size,
+    hidden_batch_stride,
+    hidden_row_stride,
+    base_tap_stride,
+    dynamic_batch_stride,
+    dynamic_row_stride,
+    dynamic_tap_stride,
+    dynamic_group_stride,
+    TAPS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    batch = row // block
+    position = row % block
+    channels = tl.program_id(1).to(tl.int64) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
+    inside = channels < hidden_size
+    groups = channels // group_size
+    hidden_row = hidden_ptr + batch * hidden_batch_stride + position * hidden_row_stride + channels
+    dynamic_row = (
+        dynamic_ptr + batch * dynamic_batch_stride + position * dynamic_row_stride + groups * dynamic_group_stride
+    )
+    total = tl.zeros([BLOCK_CHANNELS], dtype=tl.float32)
+    for tap in tl.static_range(TAPS):
+        fires = inside & (position >= tap)
+        values = tl.load(hidden_row - tap * hidden_row_stride, mask=fires, other=0.0).to(tl.float32)
+        base = tl.load(base_ptr + tap * base_tap_stride + channels, mask=fires, other=0.0).to(tl.float32)
+        dynamic = tl.load(dynamic_row + tap * dynamic_tap_stride, mask=fires, other=0.0).to(tl.float32)
+        total += (base + dynamic) * values
+    tl.store(out_ptr + row * hidden_size + channels, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def grouped_conv_ineligible_reason(
+    hidden: torch.Tensor,
+    base_kernel: torch.Tensor,
+    dynamic_kernel: torch.Tensor,
+    *,
+    group_size: int,
+    out: torch.Tensor | None = None,
+) -> str | None:
+    """Why [`grouped_conv_triton`] cannot take these arguments, or `None`."""
+    reason = (
+        device_reason(hidden=hidden, base_kernel=base_kernel, dynamic_kernel=dynamic_kernel)
+        or tensor_reason("hidden", hidden, shape=(None, None, None), dtypes=FLOAT_DTYPES)
+        or tensor_reason("base_kernel", base_kernel, shape=(None, hidden.shape[2]), dtypes=FLOAT_DTYPES)
+    )
+    if reason is not None:
+        return reason
+    batch, block, hidden_size = hidden.shape
+    taps = base_kernel.shape[0]
+    if taps < 1:
+        return "base_kernel has no taps; the convolution needs one at least"
+    if group_size < 1 or hidden_size % group_size:
+        return f"group_size={group_size} does not divide hidden_size={hidden_size}; choose a divisor"
+    reason = tensor_reason(
+        "dynamic_kernel",
+        dynamic_kernel,
+        shape=(batch, block, taps, hidden_size // group_size),
+        dtypes=FLOAT_DTYPES,
+        unit_stride=False,
+    )
+    if reason is None and out is not None:
+        reason = out_reason("out", out, hidden, shape=(batch, block, hidden_size), dtype=hidden.dtype)
+    return reason
+
+
+def grouped_conv_triton(
+    hidden: torch.Tensor,
+    base_kernel: torch.Tensor,
+    dynamic_kernel: torch.Tensor,
+    *,
+    group_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Grouped dynamic causal convolution in one launch; arguments of [`functional_dflash2.grouped_conv`].
+
+    Args:
+        hidden (`torch.Tensor` of shape `(batch, block, hidden_size)`):
+            Rows to mix; adjacent channels, otherwise any strides.
+        base_kernel (`torch.Tensor` of shape `(taps, hidden_size)`):
+            Learned coefficients.
+        dynamic_kernel (`torch.Tensor` of shape `(batch, block, taps, hidden_size // group_size)`):
+            Coefficients of each output row and group; any strides.
+        group_size (`int`):
+            Channels per group.
+        out (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
+            Buffer for the result; must not overlap `hidden`.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, block, hidden_size)` in the dtype of `hidden`, rounded once from fp32.
+    """
+    reason = grouped_conv_ineligible_reason(hidden, base_kernel, dynamic_kernel, group_size=group_size, out=out)
+    if reason is not None:
+        raise ValueError(f"grouped_conv_triton: {reason}")
+    batch, block, hidden_size = hidden.shape
+    if out is None:
+        out = torch.empty((batch, block, hidden_size), dtype=hidden.dtype, device=hidden.device)
+    if out.numel() == 0:
+        return out
+    block_channels = min(next_power_of_2(hidden_size), _MAX_BLOCK_CHANNELS)
+    with torch.cuda.device_of(hidden):
+        _grouped_conv_kernel[(batch * block, triton.cdiv(hidden_size, block_channels))](
+            hidden,
+            base_kernel,
+            dynamic_kernel,
+            out,
+            block,
+            hidden_size,
+            group_size,
+            hidden.stride(0),
+            hidden.stride(1),
+            base_kernel.stride(0),
+            *dynamic_kernel.stride(),
+            TAPS=base_kernel.shape[0],
+            BLOCK_CHANNELS=block_channels,
+            num_warps=4,
+        )
+    return out
+
+
+@torch.library.custom_op("transformers_dflash2::grouped_conv", mutates_args=())
+def grouped_conv_op(
+    hidden: torch.Tensor, base_kernel: torch.Tensor, dynamic_kernel: torch.Tensor, group_size: int
+) -> torch.Tensor:
+    """[`grouped_conv_triton`] for `torch.compile`."""
+    return grouped_conv_triton(hidden, base_kernel, dynamic_kernel, group_size=group_size)
+
+
+@grouped_conv_op.register_fake
+def _(hidden, base_kernel, dynamic_kernel, group_size):
+    return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
