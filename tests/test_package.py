@@ -56,9 +56,10 @@ RANKS = {
     "target": 4,
     "candidate_generator": 5,
     "generation": 6,
-    "integration": 7,
-    "__init__": 8,
-    "testing": 9,
+    "static_decoding": 7,
+    "integration": 8,
+    "__init__": 9,
+    "testing": 10,
 }
 
 

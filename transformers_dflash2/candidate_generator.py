@@ -78,8 +78,8 @@ class DraftSession:
         anchor_positions: torch.Tensor,
         *,
         slots: int,
-        temperature: float,
-        greedy: bool,
+        temperature: float | torch.Tensor,
+        greedy: bool | torch.Tensor,
     ) -> DFlash2Proposal:
         """
         Draft a block behind each row's anchor.
@@ -88,8 +88,8 @@ class DraftSession:
             anchor_ids (`torch.LongTensor` of shape `(batch,)`): Last committed tokens.
             anchor_positions (`torch.LongTensor` of shape `(batch,)`): Their positions: tokens committed before them.
             slots (`int`): Tokens to propose.
-            temperature (`float`): The request's temperature.
-            greedy (`bool`): Whether the walk takes the best candidate.
+            temperature (`float` or `torch.Tensor` of shape `(batch,)`): The request's temperature.
+            greedy (`bool` or `torch.BoolTensor` of shape `(batch,)`): Whether the walk takes the best candidate.
 
         Returns:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
@@ -108,10 +108,13 @@ class DraftSession:
             hidden,
             anchor_ids,
             lambda rows: self.adapter.logits(rows, self._target_dtype),
-            temperatures=torch.full((batch,), temperature, dtype=torch.float32, device=device),
-            greedy_mask=torch.full((batch,), greedy, dtype=torch.bool, device=device),
-            # A greedy walk reads no noise, and must leave the host's random stream alone.
-            uniforms=torch.zeros(batch, slots, device=device) if greedy else torch.rand(batch, slots, device=device),
+            temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
+            greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
+            # A greedy walk reads no noise, and leaves the host's random stream alone. With flags on the device the
+            # noise is drawn for all rows.
+            uniforms=torch.zeros(batch, slots, device=device)
+            if greedy is True
+            else torch.rand(batch, slots, device=device),
         )
         usable = proposal.usable[:, None]
         tokens = torch.where(usable, proposal.tokens, anchor_ids[:, None])

@@ -194,6 +194,29 @@ def selector_walk(
     return torch.stack(tokens, dim=1), torch.stack(realised, dim=1)
 
 
+def selector_path(
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    projected_hidden: torch.Tensor,
+    predecessor_codebook: torch.Tensor,
+    successor_codebook: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    uniforms: torch.Tensor,
+    temperatures: torch.Tensor,
+    greedy_mask: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    [`selector_lattice`] and [`selector_walk`] in one: arguments of both, results of the walk.
+
+    Returns:
+        `(tokens, q)`: int64 `(batch, slots)` and fp32 `(batch, slots, top_k)`.
+    """
+    scores = selector_lattice(
+        unary, candidate_ids, projected_hidden, predecessor_codebook, successor_codebook, anchor_ids
+    )
+    return selector_walk(scores, candidate_ids, uniforms, temperatures, greedy_mask)
+
+
 def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     The probability with which each token was drawn.
@@ -278,6 +301,7 @@ __all__ = [
     "grouped_conv",
     "residual_distribution",
     "selector_lattice",
+    "selector_path",
     "selector_walk",
     "top_candidates",
     "transform_unary",

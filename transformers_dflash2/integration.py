@@ -110,7 +110,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             f"num_assistant_tokens_schedule={effective('num_assistant_tokens_schedule')!r} is not supported yet; the "
             "draft length stays constant."
         )
-    _switch_to_dynamic_cache(options, arguments, effective)
+    wants_static = _wants_static(options, effective)
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
     options.pop("tokenizer", None)
@@ -118,17 +118,25 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
     def decode(
         model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **model_kwargs
     ):
-        return SpeculativeDecoding(
-            model,
-            draft,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            num_assistant_tokens=num_assistant_tokens,
-            streamer=streamer,
-            model_kwargs=model_kwargs,
-        ).run()
+        call = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config,
+            "num_assistant_tokens": num_assistant_tokens,
+            "streamer": streamer,
+            "model_kwargs": model_kwargs,
+        }
+        decoding = SpeculativeDecoding(model, draft, input_ids, **call)
+        if wants_static:
+            # Kernels, and triton with them, are loaded by those who ask for this tempo only.
+            from .static_decoding import StaticDecoding, static_ineligible_reason
+
+            reason = static_ineligible_reason(decoding)
+            if reason is None:
+                decoding = StaticDecoding(model, draft, input_ids, **call)
+            else:
+                _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
+        return decoding.run()
 
     return original(target, **arguments, custom_generate=decode, **options)
 
@@ -164,15 +172,17 @@ def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], ef
     return (effective("num_return_sequences") or 1) > 1
 
 
-def _switch_to_dynamic_cache(options: dict[str, Any], arguments: dict[str, Any], effective) -> None:
+def _wants_static(options: dict[str, Any], effective) -> bool:
+    """
+    Whether the static tempo is asked for.
+
+    The prefill fills a dynamic cache either way: the static tempo has buffers of its own.
+    """
     implementation = effective("cache_implementation")
     if implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:
-        return
-    _report_once(
-        f"cache_implementation={implementation!r}: preallocated caches are not supported with a DFlash2 drafter yet; "
-        "a dynamic cache is used. The output is the same."
-    )
+        return False
     options["cache_implementation"] = "dynamic"
+    return True
 
 
 def _bind_stop_strings(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:

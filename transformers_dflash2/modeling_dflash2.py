@@ -41,7 +41,14 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from .cache_dflash2 import DFlash2ContextCache
 from .configuration_dflash2 import DFlash2Config
-from .functional_dflash2 import grouped_conv, selector_lattice, selector_walk, top_candidates
+from .functional_dflash2 import grouped_conv, selector_lattice, selector_path, top_candidates
+
+
+try:
+    from transformers_dflash2.kernels.dispatch import dispatch
+except ImportError:
+    # A drafter loaded from the Hub on its own runs on plain PyTorch operations.
+    dispatch = None
 
 
 # Spellings of parameter names found in public checkpoints, and the name here.
@@ -131,6 +138,10 @@ class DFlash2Attention(nn.Module):
         keys, values = self.project_keys_values(hidden_states)
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         keys, values = context.with_block(self.layer_idx, keys, values)
+        if hasattr(context, "attend"):
+            # Fixed buffers are attended to by length.
+            output = context.attend(self, queries, keys, values)
+            return self.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
         implementation = self.config._attn_implementation
         if attention_mask is not None and implementation == "eager":
             # The eager function adds its mask to the scores.
@@ -172,12 +183,15 @@ class DFlash2GroupedConv(nn.Module):
             The mixed input, and the output side's coefficients of shape `(batch, block, taps, groups)`.
         """
         dynamic = self.kernel_projection(hidden).view(*hidden.shape[:-1], 2, self.taps, self.groups)
-        mixed = grouped_conv(hidden, self.base_kernel[0], dynamic[:, :, 0], group_size=self.group_size)
-        return mixed, dynamic[:, :, 1]
+        return self._mix(hidden, 0, dynamic[:, :, 0]), dynamic[:, :, 1]
 
     def finish(self, hidden: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
         """Mix the sublayer's output, before the residual is added, with the coefficients that `prepare` returned."""
-        return grouped_conv(hidden, self.base_kernel[1], dynamic, group_size=self.group_size)
+        return self._mix(hidden, 1, dynamic)
+
+    def _mix(self, hidden: torch.Tensor, side: int, dynamic: torch.Tensor) -> torch.Tensor:
+        base = self.base_kernel[side]
+        return _fast("grouped_conv", grouped_conv, hidden, base, dynamic, group_size=self.group_size)
 
 
 class DFlash2DecoderLayer(nn.Module):
@@ -246,6 +260,34 @@ class DFlash2CandidateSelector(nn.Module):
             anchor_ids,
         )
 
+    def walk(
+        self,
+        hidden: torch.Tensor,
+        unary: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        *walk_arguments: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score and walk: arguments of [`forward`] and of [`functional_dflash2.selector_walk`], what the walk returns."""
+        return _fast(
+            "selector_walk",
+            selector_path,
+            unary,
+            candidate_ids,
+            self.hidden_projection(hidden),
+            self.predecessor_codebook,
+            self.successor_codebook,
+            anchor_ids,
+            *walk_arguments,
+        )
+
+
+def _fast(op: str, reference: Callable, *args, **kwargs):
+    """An operation through its kernel on CUDA tensors, through its reference elsewhere."""
+    if dispatch is None or not args[0].is_cuda:
+        return reference(*args, **kwargs)
+    return dispatch(op, reference, *args, **kwargs)
+
 
 class DFlash2PreTrainedModel(PreTrainedModel):
     config_class = DFlash2Config
@@ -297,7 +339,11 @@ class DFlash2Model(DFlash2PreTrainedModel):
         return DFlash2ContextCache(windows, batch_size=batch_size, block_size=block_size, device=self.device)
 
     def append_context(
-        self, context: DFlash2ContextCache, features: torch.Tensor, position_ids: torch.Tensor, counts: list[int]
+        self,
+        context: DFlash2ContextCache,
+        features: torch.Tensor,
+        position_ids: torch.Tensor,
+        counts: list[int] | torch.Tensor,
     ) -> None:
         """
         Turn target features of newly committed tokens into keys and values of every layer.
@@ -307,9 +353,10 @@ class DFlash2Model(DFlash2PreTrainedModel):
             features (`torch.Tensor` of shape `(batch, entries, len(target_layer_ids) * target_hidden_size)`):
                 Outputs of the tapped target layers, concatenated in the order of `target_layer_ids`.
             position_ids (`torch.LongTensor` of shape `(batch, entries)`): Absolute positions of the entries.
-            counts (`list[int]` of length `batch`): In row `b` only the first `counts[b]` entries are committed.
+            counts (`list[int]` of length `batch`): In row `b` only the first `counts[b]` entries are committed. A
+                context of fixed size takes a tensor.
         """
-        if not any(counts):
+        if isinstance(counts, list) and not any(counts):
             return
         # One vector per token feeds every layer. It meets no layer norm and no convolution on the way.
         fused = self.hidden_norm(self.fc(features))
@@ -441,8 +488,9 @@ class DFlash2DraftModel(DFlash2Model):
             tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
             broken = unary.isnan().any(dim=-1)
         else:
-            scores = self.candidate_selector(slot_hidden, unary, candidate_ids, anchor_ids)
-            tokens, q = selector_walk(scores, candidate_ids, uniforms, temperatures, greedy_mask)
+            tokens, q = self.candidate_selector.walk(
+                slot_hidden, unary, candidate_ids, anchor_ids, uniforms, temperatures, greedy_mask
+            )
             broken = q.isnan().any(dim=-1)
         usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
         return DFlash2Proposal(tokens, candidate_ids, q, usable)

@@ -64,9 +64,9 @@ except ImportError:
 logger = logging.getLogger("transformers_dflash2")
 
 __all__ = [
-    "BlockAttentionLaunch",
     "MAX_BLOCK",
     "MAX_HEAD_DIM",
+    "BlockAttentionLaunch",
     "attend_visible",
     "block_attention_ineligible_reason",
     "block_attention_launch",
@@ -333,10 +333,10 @@ if triton is not None:
 
         # Logits are kept in base 2.
         if HAS_SOFTCAP:
-            cap = softcap.to(tl.float32)
-            logit_scale = scale.to(tl.float32) / cap
+            cap = tl.cast(softcap, tl.float32)
+            logit_scale = tl.cast(scale, tl.float32) / cap
         else:
-            logit_scale = scale.to(tl.float32) * LOG2_E
+            logit_scale = tl.cast(scale, tl.float32) * LOG2_E
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
         accumulator = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
@@ -627,7 +627,7 @@ def block_attention_launch(
 
 
 def block_attention_workspace_size(query: torch.Tensor, launch: BlockAttentionLaunch) -> int:
-    """fp32 elements that the partial results of a launch take: `head_dim + 2` per query row and split, 0 for one split."""
+    """fp32 elements of partial results: `head_dim + 2` per query row and split, none for a single split."""
     batch, q_heads, block, head_dim = query.shape
     return 0 if launch.splits == 1 else batch * q_heads * block * launch.splits * (head_dim + 2)
 

@@ -97,7 +97,9 @@ def tensor_reason(
         unit_stride (`bool`, *optional*, defaults to `True`):
             Whether entries of the last dimension must be neighbours in memory.
     """
-    fits = tensor.dim() == len(shape) and all(want in (None, have) for want, have in zip(shape, tensor.shape))
+    fits = tensor.dim() == len(shape) and all(
+        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
     if not fits:
         expected = ", ".join("*" if want is None else str(want) for want in shape)
         return f"{name} has shape {tuple(tensor.shape)}; it should be ({expected})"

@@ -1,0 +1,226 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""RMS norm of query and key heads and their rotation from a cos/sin table, in place on rows of `[q | k | v]`.
+
+    normed = round(x * rsqrt(mean(x ** 2) + eps) * weight)
+    out = round(x1 * cos - x2 * sin), round(x2 * cos + x1 * sin)
+
+in fp32, with `x1` and `x2` the halves of a normed head. The host's modules round more often (before the weight, cos and
+sin, every product), so half types agree with them within rounding, not bit for bit. One program handles one head of
+one row; the value heads are not touched.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
+
+
+__all__ = ["qk_norm_rope_ineligible_reason", "qk_norm_rope_op", "qk_norm_rope_reference", "qk_norm_rope_triton"]
+
+
+@triton.jit
+def _qk_norm_rope_kernel(
+    qkv_ptr,
+    position_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    table_rows,
+    eps,
+    qkv_row_stride,
+    table_row_stride,
+    NUM_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK_HALF)
+    inside = columns < HALF
+    head_ptr = qkv_ptr + row * qkv_row_stride + head * (2 * HALF) + columns
+    dtype = qkv_ptr.dtype.element_ty
+    first = tl.load(head_ptr, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
+    scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
+    is_q = inside & (head < NUM_HEADS)
+    is_k = inside & (head >= NUM_HEADS)
+    first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+        k_weight_ptr + columns, mask=is_k, other=0.0
+    ).to(tl.float32)
+    second_weight = tl.load(q_weight_ptr + HALF + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+        k_weight_ptr + HALF + columns, mask=is_k, other=0.0
+    ).to(tl.float32)
+    first = (first * scale * first_weight).to(dtype).to(tl.float32)
+    second = (second * scale * second_weight).to(dtype).to(tl.float32)
+    position = tl.load(position_ptr + row).to(tl.int64)
+    in_table = inside & (position >= 0) & (position < table_rows)
+    # A position that the table does not reach gives NaN, not the memory behind it.
+    cos = tl.load(table_ptr + position * table_row_stride + columns, mask=in_table, other=float("nan")).to(tl.float32)
+    sin = tl.load(table_ptr + position * table_row_stride + HALF + columns, mask=in_table, other=float("nan")).to(
+        tl.float32
+    )
+    tl.store(head_ptr, (first * cos - second * sin).to(dtype), mask=inside)
+    tl.store(head_ptr + HALF, (second * cos + first * sin).to(dtype), mask=inside)
+
+
+def qk_norm_rope_ineligible_reason(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_key_value_heads: int,
+    eps: float,
+) -> str | None:
+    """Why [`qk_norm_rope_triton`] cannot take these arguments, or `None`."""
+    reason = (
+        device_reason(
+            qkv=qkv, positions=positions, q_norm_weight=q_norm_weight, k_norm_weight=k_norm_weight, cos_sin=cos_sin
+        )
+        or tensor_reason("cos_sin", cos_sin, shape=(None, None), dtypes=FLOAT_DTYPES)
+        or tensor_reason("qkv", qkv, shape=(None, None), dtypes=FLOAT_DTYPES)
+    )
+    if reason is not None:
+        return reason
+    head_dim = cos_sin.shape[-1]
+    if head_dim < 2 or head_dim % 2:
+        return f"cos_sin has {head_dim} columns; a full rotation needs an even head_dim, cos and sin of half of it"
+    if num_heads < 1 or num_key_value_heads < 1:
+        return f"num_heads={num_heads} and num_key_value_heads={num_key_value_heads}; both must be at least 1"
+    width = (num_heads + 2 * num_key_value_heads) * head_dim
+    return (
+        tensor_reason("qkv", qkv, shape=(None, width), dtypes=FLOAT_DTYPES)
+        or tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
+        or tensor_reason("q_norm_weight", q_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES)
+        or tensor_reason("k_norm_weight", k_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES)
+    )
+
+
+def qk_norm_rope_triton(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_key_value_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """
+    Norms and rotates query and key heads in place, in one launch.
+
+    Args:
+        qkv (`torch.Tensor` of shape `(rows, (num_heads + 2 * num_key_value_heads) * head_dim)`):
+            Projected rows, changed in place; any row stride.
+        positions (`torch.LongTensor` of shape `(rows,)`):
+            Absolute position of each row. Heads of a position outside the table become NaN.
+        q_norm_weight (`torch.Tensor` of shape `(head_dim,)`):
+            Weight of the query heads' norm.
+        k_norm_weight (`torch.Tensor` of shape `(head_dim,)`):
+            Weight of the key heads' norm.
+        cos_sin (`torch.Tensor` of shape `(max_positions, head_dim)`):
+            Cosines of the `head_dim // 2` angles of each position, then their sines.
+        num_heads (`int`):
+            Query heads.
+        num_key_value_heads (`int`):
+            Key heads, and as many value heads.
+        eps (`float`):
+            Added to the mean square.
+
+    Returns:
+        `qkv` itself.
+    """
+    sizes = {"num_heads": num_heads, "num_key_value_heads": num_key_value_heads, "eps": eps}
+    reason = qk_norm_rope_ineligible_reason(qkv, positions, q_norm_weight, k_norm_weight, cos_sin, **sizes)
+    if reason is not None:
+        raise ValueError(f"qk_norm_rope_triton: {reason}")
+    if qkv.shape[0] == 0:
+        return qkv
+    half = cos_sin.shape[-1] // 2
+    with torch.cuda.device_of(qkv):
+        _qk_norm_rope_kernel[(qkv.shape[0], num_heads + num_key_value_heads)](
+            qkv,
+            positions,
+            q_norm_weight,
+            k_norm_weight,
+            cos_sin,
+            cos_sin.shape[0],
+            eps,
+            qkv.stride(0),
+            cos_sin.stride(0),
+            NUM_HEADS=num_heads,
+            HALF=half,
+            BLOCK_HALF=next_power_of_2(half),
+            num_warps=1,
+        )
+    return qkv
+
+
+def qk_norm_rope_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    num_heads: int,
+    num_key_value_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """The same in plain PyTorch, in place too; arguments of [`qk_norm_rope_triton`]."""
+    rows, head_dim = qkv.shape[0], cos_sin.shape[-1]
+    rotated_heads = num_heads + num_key_value_heads
+    heads = qkv[:, : rotated_heads * head_dim].unflatten(-1, (rotated_heads, head_dim))
+    weight = torch.stack([q_norm_weight] * num_heads + [k_norm_weight] * num_key_value_heads).float()
+    values = heads.float()
+    normed = (values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps) * weight).to(qkv.dtype)
+    first, second = normed.float().chunk(2, dim=-1)
+    cos, sin = cos_sin[positions].float().view(rows, 1, head_dim).chunk(2, dim=-1)
+    heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    return qkv
+
+
+@torch.library.custom_op("transformers_dflash2::qk_norm_rope", mutates_args=("qkv",))
+def qk_norm_rope_op(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    q_norm_weight: torch.Tensor,
+    k_norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    num_heads: int,
+    num_key_value_heads: int,
+    eps: float,
+) -> None:
+    """[`qk_norm_rope_triton`] for `torch.compile`."""
+    qk_norm_rope_triton(
+        qkv,
+        positions,
+        q_norm_weight,
+        k_norm_weight,
+        cos_sin,
+        num_heads=num_heads,
+        num_key_value_heads=num_key_value_heads,
+        eps=eps,
+    )
+
+
+@qk_norm_rope_op.register_fake
+def _(qkv, positions, q_norm_weight, k_norm_weight, cos_sin, num_heads, num_key_value_heads, eps):
+    return None
