@@ -17,8 +17,6 @@ Supported: 5.17 and later. Nothing else in the package reaches for a private nam
 """
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,18 +122,6 @@ def set_layer_content(layer, keys: torch.Tensor, values: torch.Tensor, length: i
         layer.cumulative_length = length
 
 
-@contextmanager
-def attention_function(target, name: str) -> Iterator[None]:
-    """Run the target's decoder with another registered attention function while the context is open."""
-    config = target.config.get_text_config(decoder=True)
-    previous = config._attn_implementation
-    config._attn_implementation = name
-    try:
-        yield
-    finally:
-        config._attn_implementation = previous
-
-
 def must_synchronise_ranks(target) -> bool:
     """Whether several processes have to run the same number of forwards (DeepSpeed ZeRO-3, FSDP)."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -151,7 +137,6 @@ def must_synchronise_ranks(target) -> bool:
 __all__ = [
     "CACHE_KEY",
     "STATIC_CACHE_IMPLEMENTATIONS",
-    "attention_function",
     "block_inputs",
     "get_cache",
     "make_output",

@@ -41,7 +41,7 @@ from . import compat
 from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_greedy
 from .generation import SpeculativeDecoding, _Verified
-from .kernels.attention_interface import block_attention_context, register_block_attention
+from .kernels.attention_interface import block_attention_lengths, unsupported_model_reason, use_block_attention
 from .kernels.block_attention import block_attention_reference
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
@@ -49,8 +49,6 @@ from .target import FeatureTap, TargetAdapter
 
 
 logger = logging.getLogger("transformers_dflash2")
-
-ATTENTION = register_block_attention()
 
 # Columns of the smallest buffer; larger ones double.
 MIN_CAPACITY = 512
@@ -247,7 +245,7 @@ class StaticRound:
             kwargs["position_ids"] = self.position_base + (self.lengths[:, None] + offsets).to(self.position_base)
         kwargs[compat.CACHE_KEY] = self.cache
         inputs = compat.block_inputs(target, block_ids, kwargs)
-        with tap.listen(), compat.attention_function(target, ATTENTION), block_attention_context(self.lengths):
+        with tap.listen(), use_block_attention(target), block_attention_lengths(self.lengths):
             logits = target(**inputs, return_dict=True).logits[:, -self.block :]
         taken = [hidden.to(self.features.device) for hidden in tap.take()]
         self.features.copy_(torch.cat(taken, dim=-1))
@@ -448,8 +446,9 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return "the call has no length limit, and buffers need one"
     if decoding.wants_hidden or decoding.wants_attentions:
         return "hidden states or attentions of every token are asked for"
-    if not getattr(target, "_supports_attention_backend", False):
-        return f"{type(target).__name__} does not take an attention function"
+    reason = unsupported_model_reason(target)
+    if reason is not None:
+        return reason
     if target.training:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):

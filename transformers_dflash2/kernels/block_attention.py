@@ -114,7 +114,7 @@ def attend_visible(
         are 0.
     """
     batch, q_heads, queries, head_dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, columns = key.shape[1:3]
     group = q_heads // kv_heads
     dtype = torch.promote_types(query.dtype, torch.float32)
     # [batch, kv_heads, group * queries, columns]: one product per key/value head, nothing is repeated.
@@ -122,7 +122,7 @@ def attend_visible(
     scores = (rows @ key.to(dtype).transpose(-1, -2)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.view(batch, kv_heads, group, queries, -1).masked_fill(~visible.unsqueeze(2), -torch.inf)
+    scores = scores.view(batch, kv_heads, group, queries, columns).masked_fill(~visible.unsqueeze(2), -torch.inf)
     highest = scores.amax(dim=-1, keepdim=True)
     if sinks is not None:
         sinks = sinks.to(dtype).view(1, kv_heads, group, 1, 1)
@@ -133,8 +133,8 @@ def attend_visible(
     if sinks is not None:
         total = total + torch.exp(sinks - highest)
     weights = weights / total.masked_fill(total == 0, 1.0)
-    output = weights.view(batch, kv_heads, group * queries, -1) @ value.to(dtype)
-    return output.view(batch, q_heads, queries, -1).to(query.dtype)
+    output = weights.view(batch, kv_heads, group * queries, columns) @ value.to(dtype)
+    return output.view(batch, q_heads, queries, value.shape[3]).to(query.dtype)
 
 
 def block_attention_reference(
