@@ -171,8 +171,12 @@ def calls(draw):
         options["prefix_allowed_tokens_fn"] = lambda row, prefix: [
             token for token in range(VOCAB) if (token + len(prefix) + row) % period
         ]
-    drafts = draw(st.one_of(st.none(), st.integers(1, 17)))
-    return target, draft, rows, options, makers, {} if drafts is None else {"num_assistant_tokens": drafts}
+    drafted = {}
+    if draw(st.booleans()):
+        drafted["num_assistant_tokens"] = draw(st.integers(1, 17))
+    if draw(st.integers(0, 3)) == 0:
+        drafted["cache_implementation"] = "static"
+    return target, draft, rows, options, makers, drafted
 
 
 @given(calls())

@@ -268,7 +268,7 @@ class DFlash2CandidateSelector(nn.Module):
         anchor_ids: torch.Tensor,
         *walk_arguments: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score and walk: arguments of [`forward`] and of [`functional_dflash2.selector_walk`], what the walk returns."""
+        """Arguments of [`forward`] and of [`functional_dflash2.selector_walk`]; what the walk returns."""
         return _fast(
             "selector_walk",
             selector_path,

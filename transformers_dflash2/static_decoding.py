@@ -40,6 +40,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from . import compat
 from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_greedy
+from .fused_modules import fused_norms
 from .generation import SpeculativeDecoding, _Verified
 from .kernels.attention_interface import block_attention_lengths, unsupported_model_reason, use_block_attention
 from .kernels.block_attention import block_attention_reference
@@ -257,20 +258,21 @@ class StaticRound:
         following = predictions.gather(1, accepted[:, None])
         self.greedy_result = torch.cat([accepted[:, None], following, usable[:, None].long(), tokens], dim=1)
 
-    def capture(self, *arguments) -> None:
+    def capture(self, target, adapter: TargetAdapter, session: DraftSession, kwargs: dict, tap: FeatureTap) -> None:
         """Record the body. `counts` are zero, so that nothing is committed by the rehearsals."""
         counts = self.counts.clone()
         self.counts.zero_()
         rng_state = torch.cuda.get_rng_state(self.lengths.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.body(*arguments)
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.body(*arguments)
+        with fused_norms(target, session.draft):
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    self.body(target, adapter, session, kwargs, tap)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph):
+                self.body(target, adapter, session, kwargs, tap)
         torch.cuda.set_rng_state(rng_state, self.lengths.device)
         self.counts.copy_(counts)
         self.graph = graph

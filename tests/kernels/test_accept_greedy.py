@@ -96,9 +96,7 @@ def test_writes_into_buffers(device):
     [
         pytest.param(torch.zeros(2, 3), torch.zeros(2, 4).long(), None, "tokens is float32", id="float"),
         pytest.param(torch.zeros(2).long(), torch.zeros(2, 4).long(), None, "tokens has shape", id="one-dimension"),
-        pytest.param(
-            torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), None, "predictions has shape", id="no-bonus"
-        ),
+        pytest.param(torch.zeros(2, 3).long(), torch.zeros(2, 3).long(), None, "predictions has shape", id="no-bonus"),
         pytest.param(
             torch.zeros(3, 2).long().T, torch.zeros(2, 4).long(), None, "tokens has stride", id="slots-apart"
         ),

@@ -44,7 +44,7 @@ def draft_inputs(device, batch, slots, top_k, vocab, dtype=torch.float32):
     candidate_ids = guess.topk(top_k, dim=-1).indices
     q = torch.softmax(guess.gather(-1, candidate_ids), dim=-1)
     index = torch.multinomial(q.flatten(0, 1), 1).view(batch, slots, 1) if batch * slots else candidate_ids[..., :1]
-    tokens = candidate_ids.gather(-1, index)[..., 0] if batch * slots else candidate_ids[..., 0]
+    tokens = candidate_ids.gather(-1, index).view(batch, slots)
     inputs = {
         "scores": scores,
         "tokens": tokens,
@@ -63,14 +63,20 @@ def assert_same(actual, expected):
         assert torch.equal(tensor, wanted)
 
 
+@pytest.fixture(autouse=True)
+def small_parts(device, monkeypatch):
+    """The interpreter spends its time on lanes past the vocabulary otherwise."""
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "_PART", 32)
+
+
 @pytest.fixture(params=[64, 16], ids=["one-part", "several-parts"])
-def part(request, monkeypatch):
+def part(request, small_parts, monkeypatch):
     """Vocabulary entries per program."""
     monkeypatch.setattr(module, "_PART", request.param)
     return request.param
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(torch.bfloat16, id="bf16")])
 @pytest.mark.parametrize(
     ("batch", "slots", "top_k", "vocab"),
     [
@@ -80,10 +86,17 @@ def part(request, monkeypatch):
         pytest.param(2, 4, 17, 33, id="wide"),
     ],
 )
-def test_equals_the_reference(device, part, dtype, batch, slots, top_k, vocab):
+def test_equals_the_reference(device, part, batch, slots, top_k, vocab):
     """Catches a part, slot or candidate that is left out or read twice, and a position other than the refused one."""
-    inputs = draft_inputs(device, batch, slots, top_k, vocab, dtype)
+    inputs = draft_inputs(device, batch, slots, top_k, vocab)
     inputs["usable"][-1] = False
+    assert_same(accept_sampled_triton(**inputs), accept_sampled_reference(**inputs))
+
+
+@pytest.mark.parametrize("dtype", [FP16, pytest.param(torch.bfloat16, id="bf16")])
+def test_scores_in_a_half_type(device, dtype):
+    """Catches exponentials in the type of the scores; bf16 is only read here, so the interpreter can do it too."""
+    inputs = draft_inputs(device, 4, 3, 3, 21, dtype)
     assert_same(accept_sampled_triton(**inputs), accept_sampled_reference(**inputs))
 
 
@@ -115,23 +128,25 @@ def golden(device, rows):
 
 def test_golden_law(device):
     """Catches any loss: over all drafts, tests and draws the first token has the target's law, exactly."""
-    tests, draws = torch.arange(12) / 12 + 1 / 24, torch.arange(4) / 4 + 1 / 8
-    drafts, uniforms, draw_uniforms = (
-        grid.flatten().to(device) for grid in torch.meshgrid(torch.tensor([0.0, 2.0]), tests, draws, indexing="ij")
+    # Drafted token, probability of drawing it, of passing the test, and uniforms on either side of that.
+    cases = [(0, 0.6, 5 / 6, (0.833, 0.834)), (2, 0.4, 1 / 4, (0.249, 0.251))]
+    draws = [0.125, 0.375, 0.625, 0.875]
+    rows = [
+        (draft, uniform, draw, weight / len(draws) * (passing if uniform < passing else 1 - passing))
+        for draft, weight, passing, uniforms in cases
+        for uniform in uniforms
+        for draw in draws
+    ]
+    drafts, uniforms, draw_uniforms, weights = (
+        torch.tensor(column, device=device) for column in zip(*rows, strict=True)
     )
-    drafts = drafts.long()
-    inputs = golden(device, len(drafts))
     accepted, following = accept_sampled_triton(
-        **inputs, tokens=drafts[:, None], uniforms=uniforms[:, None], draw_uniforms=draw_uniforms
+        **golden(device, len(rows)), tokens=drafts[:, None], uniforms=uniforms[:, None], draw_uniforms=draw_uniforms
     )
-    # 5/6 of the first token's tests pass, and a quarter of the second's.
-    assert [accepted[drafts == draft].double().mean().item() for draft in (0, 2)] == pytest.approx([5 / 6, 1 / 4])
+    assert accepted.tolist() == [1, 1, 1, 1, 0, 0, 0, 0] * 2
     first = torch.where(accepted == 1, drafts, following)
-    weights = torch.where(drafts == 0, 0.6, 0.4).double() / (len(tests) * len(draws))
-    law = torch.zeros(6, dtype=torch.float64, device=device).index_add(0, first, weights)
-    torch.testing.assert_close(
-        law.cpu(), torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1, 0.0]).double(), atol=LAW_TOLERANCE, rtol=0
-    )
+    law = torch.zeros(6, device=device).index_add(0, first, weights)
+    torch.testing.assert_close(law.cpu(), torch.tensor([0.5, 0.2, 0.1, 0.1, 0.1, 0.0]), atol=LAW_TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("part_size", [2, 8], ids="part{}".format)
@@ -159,7 +174,7 @@ def test_the_test_is_strict(device):
 
 def test_only_the_support_is_drawn(device, part):
     """Catches a token without mass that rounding of the running sums hands a draw to."""
-    batch, vocab = 12, 50
+    batch, vocab = 7, 50
     inputs = draft_inputs(device, batch, 1, 2, vocab)
     excluded = torch.rand(batch, 2, vocab, device=device) < 0.9
     excluded[..., 17] = False

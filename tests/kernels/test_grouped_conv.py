@@ -99,7 +99,7 @@ def test_mixed_dtypes(device):
 
 
 def test_strided_inputs(device):
-    """Catches contiguous addressing: `prepare` and `finish` pass slices of one projection, `verify` a slice of rows."""
+    """Catches contiguous addressing: `prepare` and `finish` pass slices of one projection."""
     hidden, base, _ = conv_inputs(device, 2, 5, 2)
     rows = torch.randn(2, 9, 12, device=device)
     rows[:, 2:7, 4:10] = hidden

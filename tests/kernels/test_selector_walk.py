@@ -181,7 +181,7 @@ def test_ends_of_the_unit_interval(device, uniform):
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=["nan", "inf", "minus-inf"])
 def test_rows_that_are_not_finite(device, value):
-    """Catches a NaN that is lost on the way to q, where it tells that a row must not be used, or reaches another row."""
+    """Catches a NaN that is lost on the way to q, where it marks a row not to be used, or reaches another row."""
     inputs = walk_inputs(device, 6, 3, 5)
     clean = selector_walk_triton(**inputs)
     inputs["unary"][2:4, 1] = value
@@ -285,7 +285,9 @@ def test_nothing_to_walk(device, batch, slots):
         pytest.param(
             "successor_codebook", lambda x: x.T.contiguous().T, "successor_codebook has stride", id="successor-stride"
         ),
-        pytest.param("successor_codebook", lambda x: x.double(), "successor_codebook is float64", id="successor-dtype"),
+        pytest.param(
+            "successor_codebook", lambda x: x.double(), "successor_codebook is float64", id="successor-dtype"
+        ),
         pytest.param("anchor_ids", lambda x: x[:, None], "anchor_ids has shape", id="anchor"),
         pytest.param("uniforms", lambda x: x.double(), "uniforms is float64", id="uniforms"),
         pytest.param("temperatures", lambda x: x[:1], "temperatures has shape", id="temperatures"),

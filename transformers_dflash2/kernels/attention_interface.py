@@ -11,9 +11,10 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""`"dflash2_block"`: block attention as an attention function of the host.
+"""`"block_attention"`: block attention as an attention function of the host.
 
-A model whose attention implementation is `"dflash2_block"` behaves as with `"sdpa"` until its caller sets row lengths:
+A model whose attention implementation is `"block_attention"` behaves as with `"sdpa"` until its caller sets row
+lengths:
 
     with use_block_attention(model), block_attention_lengths(lengths):
         model(input_ids, position_ids=..., past_key_values=static_cache)
@@ -51,7 +52,9 @@ __all__ = [
     "use_block_attention",
 ]
 
-ATTENTION_NAME = "dflash2_block"
+# The host takes every name with "flash" in it for an implementation of flash attention: it looks for the package when
+# the name is set, and some models then prepare other inputs.
+ATTENTION_NAME = "block_attention"
 
 # Per thread, so that models may run side by side.
 _rows = threading.local()
@@ -215,7 +218,7 @@ def _masked_attention(query, key, value, attention_mask, scaling, is_causal, sof
 
 
 def register_block_attention() -> str:
-    """Make `attn_implementation="dflash2_block"` known to the host, as often as you like; returns the name."""
+    """Make `attn_implementation="block_attention"` known to the host, as often as you like; returns the name."""
     AttentionInterface.register(ATTENTION_NAME, block_attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, block_attention_mask)
     return ATTENTION_NAME

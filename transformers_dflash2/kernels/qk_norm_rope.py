@@ -16,9 +16,9 @@
     normed = round(x * rsqrt(mean(x ** 2) + eps) * weight)
     out = round(x1 * cos - x2 * sin), round(x2 * cos + x1 * sin)
 
-in fp32, with `x1` and `x2` the halves of a normed head. The host's modules round more often (before the weight, cos and
-sin, every product), so half types agree with them within rounding, not bit for bit. One program handles one head of
-one row; the value heads are not touched.
+in fp32, with `x1` and `x2` the halves of a normed head. The host's modules round more often (before the weight, every
+product), so half types agree with them within rounding, not bit for bit. One program handles one head of one row; the
+value heads are not touched.
 """
 
 import torch
