@@ -90,7 +90,9 @@ def test_same_tokens_at_any_block_length(block, accept):
     [
         pytest.param("llama", {}, id="llama"),
         pytest.param("mistral", {"sliding_window": 7}, id="mistral-window"),
-        pytest.param("gemma2", {"sliding_window": 6, "mix": 0.1}, id="gemma2-window-and-cap"),
+        pytest.param(
+            "gemma2", {"sliding_window": 6, "mix": 0.1, "attn_implementation": "eager"}, id="gemma2-window-and-cap"
+        ),
         pytest.param("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2}, id="qwen3-moe"),
     ],
 )
@@ -101,6 +103,17 @@ def test_families(model_type, options):
     expected = target.generate(**inputs)
     for draft in (half_right(target), random_drafter(target)):
         assert torch.equal(static(target, draft, **inputs), expected)
+
+
+def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog, monkeypatch):
+    """Catches another text than plain decoding gives, because the static tempo honours a cap that sdpa ignores."""
+    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+    target = table_target(model_type="gemma2", mix=0.1, attn_implementation="sdpa")
+    inputs = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
+    drafted = target.generate(assistant_model=half_right(target), cache_implementation="static", **inputs)
+    assert torch.equal(drafted, target.generate(**inputs))
+    assert any("attn_logit_softcapping" in record.getMessage() for record in caplog.records)
 
 
 def test_windows_of_the_drafter(monkeypatch):

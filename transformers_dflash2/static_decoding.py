@@ -451,6 +451,10 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     reason = unsupported_model_reason(target)
     if reason is not None:
         return reason
+    config = target.config.get_text_config(decoder=True)
+    cap = getattr(config, "attn_logit_softcapping", None)
+    if cap is not None and config._attn_implementation == "sdpa":
+        return f"attn_logit_softcapping={cap} is left out by sdpa and would be honoured; load with eager attention"
     if target.training:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):

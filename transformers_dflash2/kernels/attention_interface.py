@@ -176,7 +176,7 @@ def block_attention_forward(
         output = block_attention_op(
             query, key, value, lengths, scale, is_causal, sliding_window, softcap, sinks, starts
         )
-        return output.transpose(1, 2).contiguous(), None
+        return output.transpose(1, 2), None
     # Written in the order in which the output projection reads it.
     output = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
     dispatch(

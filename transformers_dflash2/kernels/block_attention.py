@@ -812,8 +812,13 @@ def block_attention_op(
     sinks: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Block attention for `torch.compile`: the kernel where it can run, else the reference. Keywords by position."""
-    output = dispatch(
+    """
+    Block attention for `torch.compile`: the kernel where it can run, else the reference; keywords may go by position.
+
+    The result lies in memory as `(batch, block, q_heads, head_dim)`, the order in which an output projection reads it.
+    """
+    out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
+    return dispatch(
         "block_attention",
         block_attention_reference,
         query,
@@ -826,10 +831,10 @@ def block_attention_op(
         softcap=softcap,
         sinks=sinks,
         starts=starts,
+        out=out,
     )
-    return output.contiguous()
 
 
 @block_attention_op.register_fake
 def _(query, key, value, lengths, scale, is_causal, window=None, softcap=None, sinks=None, starts=None):
-    return query.new_empty((*query.shape[:3], value.shape[3]))
+    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
