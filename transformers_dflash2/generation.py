@@ -224,6 +224,7 @@ class SpeculativeDecoding:
         self.wants_logits = bool(wants and wants.output_logits)
         self.wants_hidden = bool(wants and wants.output_hidden_states)
         self.wants_attentions = bool(wants and wants.output_attentions)
+        self._wants_steps = self.wants_scores or self.wants_logits or self.wants_hidden or self.wants_attentions
         self.steps: list[list[_Step]] = [[] for _ in range(self.batch_size)]
 
         # Padded on the right with the pad token, so that a finished row needs no further writes.
@@ -231,7 +232,8 @@ class SpeculativeDecoding:
         self.pad_token_id = 0 if pad is None else int(pad)
         room = self.max_length - self.prompt_columns if math.isfinite(self.max_length) else 256
         self.ids = torch.full(
-            (self.batch_size, self.prompt_columns + max(int(room), 1)),
+            # A block may reach past the limit before it is cut.
+            (self.batch_size, self.prompt_columns + max(int(room), 1) + self.slots),
             self.pad_token_id,
             dtype=torch.long,
             device=self.device,
@@ -375,6 +377,8 @@ class SpeculativeDecoding:
             )
 
     def _anchors(self) -> torch.Tensor:
+        if len(set(self.new)) == 1:
+            return self.ids[:, self.prompt_columns + self.new[0] - 1]
         last = torch.tensor(self.new, device=self.device) + self.prompt_columns - 1
         return self.ids.gather(1, last[:, None])[:, 0]
 
@@ -430,16 +434,55 @@ class SpeculativeDecoding:
 
     def _accept_block(self, verified: _Verified) -> None:
         """All rows and slots at once: the processors need no prefix."""
-        logits, proposal, slots = verified.logits, verified.proposal, verified.slots
-        plain_argmax = not self.do_sample and not self.processors and not self.wants_scores and not self.wants_logits
-        if plain_argmax:
-            raw = scores = logits
-        else:
-            raw = logits.to(dtype=torch.float32, device=self.device, copy=True)
-            flat = raw.reshape(-1, raw.shape[-1])
-            # These processors do not look at the prefix.
-            prefix = self.ids[:, :1].repeat_interleave(slots + 1, dim=0)
-            scores = self.processors(prefix, flat.clone() if self.wants_logits else flat).view(raw.shape)
+        scores, raw = self._block_scores(verified)
+        decision = self._decide_block(verified, scores)
+        committed = self._committed_tokens(decision)
+        # The round's one read of device memory by the host.
+        for row, (count, bonus, *draft) in enumerate(decision.tolist()):
+            if self.finished[row]:
+                continue
+            usable, drafted = (bool(draft[0]), draft[1 : 1 + count]) if draft else (True, [])
+            tokens = [*drafted, bonus]
+            start = self.prompt_columns + self.new[row]
+            self._make_room(start + len(tokens))
+            self.ids[row, start : start + len(tokens)] = committed[row, : len(tokens)]
+            taken = 0
+            for index, token in enumerate(tokens):
+                if self._wants_steps:
+                    self._record(row, index, verified, scores=scores[row, index], raw=raw[row, index])
+                self.new[row] += 1
+                taken += 1
+                self.finished[row] = self._row_is_done(row, token, start + taken)
+                if self.finished[row]:
+                    self.ids[row, start + taken : start + len(tokens)] = self.pad_token_id
+                    break
+            self._count_round(verified, usable=usable, accepted=min(taken, count))
+
+    @property
+    def _takes_plain_argmax(self) -> bool:
+        return not self.do_sample and not self.processors and not self.wants_scores and not self.wants_logits
+
+    def _block_scores(self, verified: _Verified) -> tuple[torch.Tensor, torch.Tensor]:
+        """Processed and raw scores, each `(batch, block, vocab)`."""
+        logits = verified.logits
+        if self._takes_plain_argmax:
+            return logits, logits
+        raw = logits.to(dtype=torch.float32, device=self.device, copy=True)
+        flat = raw.reshape(-1, raw.shape[-1])
+        # These processors do not look at the prefix.
+        prefix = self.ids[:, :1].repeat_interleave(logits.shape[1], dim=0)
+        scores = self.processors(prefix, flat.clone() if self.wants_logits else flat)
+        return scores.view(raw.shape), raw
+
+    def _decide_block(self, verified: _Verified, scores: torch.Tensor) -> torch.Tensor:
+        """
+        How many drafted tokens each row keeps and which token follows them.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch, 2)`, or `(batch, 3 + slots)` with a draft: accepted count, the token
+            after them, whether the draft was usable, the drafted tokens.
+        """
+        proposal, slots = verified.proposal, verified.slots
         if proposal is None:
             accepted = torch.zeros(self.batch_size, dtype=torch.long, device=self.device)
         if not self.do_sample:
@@ -468,19 +511,14 @@ class SpeculativeDecoding:
         parts = [accepted[:, None], following]
         if proposal is not None:
             parts += [proposal.usable[:, None].long(), proposal.tokens]
-        # The round's one read of device memory by the host.
-        for row, (count, bonus, *drafted) in enumerate(torch.cat(parts, dim=1).tolist()):
-            if self.finished[row]:
-                continue
-            tokens = [*drafted[1 : 1 + count], bonus]
-            taken = 0
-            for index, token in enumerate(tokens):
-                self._record(row, index, verified, scores=scores[row, index], raw=raw[row, index])
-                self._append([row], [token])
-                taken += 1
-                if self.finished[row]:
-                    break
-            self._count_round(verified, usable=bool(drafted[0]) if drafted else True, accepted=min(taken, count))
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def _committed_tokens(decision: torch.Tensor) -> torch.Tensor:
+        """`(batch, block)`: drafted tokens with the following one written behind the accepted ones."""
+        accepted, following = decision[:, :1], decision[:, 1:2]
+        drafted = torch.cat([decision[:, 3:], following], dim=1)
+        return drafted.scatter(1, accepted, following)
 
     def _accept_step_by_step(self, verified: _Verified) -> None:
         """
@@ -507,7 +545,8 @@ class SpeculativeDecoding:
             offered = [row in group and usable[row] and index[row] < slots for row in range(self.batch_size)]
             tokens, agreed = self._choose(scores, proposal, at.to(self.device), offered)
             for row in group:
-                self._record(row, index[row], verified, scores=scores[row], raw=kept_raw[row])
+                if self._wants_steps:
+                    self._record(row, index[row], verified, scores=scores[row], raw=kept_raw[row])
                 index[row] += 1
             self._append(group, [tokens[row] for row in group])
             self._emit()
@@ -574,9 +613,7 @@ class SpeculativeDecoding:
     def _append(self, rows: list[int], tokens: list[int]) -> None:
         """Write one token to each of the rows, which are at the same length, and ask the stopping rules."""
         length = self.prompt_columns + self.new[rows[0]]
-        if length == self.ids.shape[1]:
-            more = self.ids.new_full((self.batch_size, length), self.pad_token_id)
-            self.ids = torch.cat([self.ids, more], dim=1)
+        self._make_room(length + 1)
         self.ids[rows, length] = torch.tensor(tokens, dtype=torch.long, device=self.device)
         for row in rows:
             self.new[row] += 1
@@ -587,6 +624,11 @@ class SpeculativeDecoding:
         else:
             for row, token in zip(rows, tokens, strict=True):
                 self.finished[row] = self._row_is_done(row, token, length + 1)
+
+    def _make_room(self, length: int) -> None:
+        if length > self.ids.shape[1]:
+            more = self.ids.new_full((self.batch_size, length), self.pad_token_id)
+            self.ids = torch.cat([self.ids, more], dim=1)
 
     def _row_is_done(self, row: int, token: int, length: int) -> bool:
         done = False
@@ -687,8 +729,6 @@ class SpeculativeDecoding:
         scores: torch.Tensor,
         raw: torch.Tensor,
     ) -> None:
-        if not (self.wants_scores or self.wants_logits or self.wants_hidden or self.wants_attentions):
-            return
         step = _Step()
         if self.wants_scores:
             step.scores = scores

@@ -176,6 +176,8 @@ class StaticRound:
         self.capacity, self.slots, self.block = capacity, slots, slots + 1
         self.in_use = False
         self.graph: torch.cuda.CUDAGraph | None = None
+        # Why the body could not be captured; it runs launch by launch then.
+        self.capture_failure: str | None = None
         long = {"dtype": torch.long, "device": device}
         self.lengths = torch.zeros(batch_size, **long)
         self.counts = torch.zeros(batch_size, **long)
@@ -259,7 +261,11 @@ class StaticRound:
         self.greedy_result = torch.cat([accepted[:, None], following, usable[:, None].long(), tokens], dim=1)
 
     def capture(self, target, adapter: TargetAdapter, session: DraftSession, kwargs: dict, tap: FeatureTap) -> None:
-        """Record the body. `counts` are zero, so that nothing is committed by the rehearsals."""
+        """
+        Record the body, or remember why it cannot be.
+
+        `counts` are zero meanwhile, so that nothing is committed by the rehearsals.
+        """
         counts = self.counts.clone()
         self.counts.zero_()
         rng_state = torch.cuda.get_rng_state(self.lengths.device)
@@ -271,11 +277,19 @@ class StaticRound:
                 for _ in range(2):
                     self.body(target, adapter, session, kwargs, tap)
             torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph):
-                self.body(target, adapter, session, kwargs, tap)
+            try:
+                with torch.cuda.graph(graph):
+                    self.body(target, adapter, session, kwargs, tap)
+                self.graph = graph
+            except RuntimeError as error:
+                self.capture_failure = str(error).splitlines()[0]
+                logger.warning(
+                    "%s cannot be captured in a CUDA graph (%s); its rounds run launch by launch.",
+                    type(target).__name__,
+                    self.capture_failure,
+                )
         torch.cuda.set_rng_state(rng_state, self.lengths.device)
         self.counts.copy_(counts)
-        self.graph = graph
 
 
 class StaticDecoding(SpeculativeDecoding):
@@ -336,9 +350,9 @@ class StaticDecoding(SpeculativeDecoding):
             round_.counts.copy_(torch.tensor(self._kept, device=self.device))
             round_.anchors.copy_(self._anchors())
             arguments = (self.target, self.adapter, self.session, self._static_kwargs(), tap)
-            if self.device.type == "cuda":
-                if round_.graph is None:
-                    round_.capture(*arguments)
+            if self.device.type == "cuda" and round_.graph is None and round_.capture_failure is None:
+                round_.capture(*arguments)
+            if round_.graph is not None:
                 round_.graph.replay()
             else:
                 round_.body(*arguments)
@@ -349,6 +363,11 @@ class StaticDecoding(SpeculativeDecoding):
         self.committed = [length + count for length, count in zip(self.committed, self._kept, strict=True)]
         self.columns = [length + count for length, count in zip(self.columns, self._kept, strict=True)]
         self._emit()
+
+    def _decide_block(self, verified: _Verified, scores: torch.Tensor) -> torch.Tensor:
+        if self.static_round is not None and self._takes_plain_argmax:
+            return self.static_round.greedy_result
+        return super()._decide_block(verified, scores)
 
     def _on_host_device(self, proposal: DFlash2Proposal) -> DFlash2Proposal:
         fields = (proposal.tokens, proposal.candidate_ids, proposal.q, proposal.usable)

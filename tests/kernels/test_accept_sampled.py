@@ -162,6 +162,16 @@ def test_golden_residual(device, monkeypatch, part_size):
     assert following.tolist() == [1, 1, 3, 3, 4, 4, 4]
 
 
+@pytest.mark.parametrize("part_size", [1, 2, 4], ids="part{}".format)
+def test_draws_at_the_boundaries(device, monkeypatch, part_size):
+    """Catches `>=` in place of `>`, over the parts or inside one: a draw of 0.25 belongs to the second quarter."""
+    monkeypatch.setattr(module, "_PART", part_size)
+    inputs = draft_inputs(device, 4, 0, 1, 4)
+    inputs["scores"][:] = 3.0
+    inputs["draw_uniforms"][:] = torch.tensor([0.0, 0.25, 0.5, 0.75], device=device)
+    assert accept_sampled_triton(**inputs)[1].tolist() == [0, 1, 2, 3]
+
+
 def test_the_test_is_strict(device):
     """Catches `<=`: a token outside the target's support would pass at `u = 0`."""
     inputs = golden(device, 1)

@@ -21,7 +21,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_checks import relative_rms  # noqa: E402
+from kernel_checks import HALF_RELATIVE_RMS, relative_rms  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
     Gemma2Config,
@@ -415,4 +415,5 @@ def test_cuda_graph_of_a_model(device):
         positions += step
         block.random_(3, VOCAB)
         graph.replay()
-        assert torch.equal(captured, run())
+        # Products of the host's library may pick other algorithms under capture.
+        assert relative_rms(captured, run()) < HALF_RELATIVE_RMS

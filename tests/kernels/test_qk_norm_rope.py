@@ -142,7 +142,8 @@ def test_strided_rows(device):
     view = wide[:, 5:29].copy_(inputs[0])
     table = torch.zeros(50, 9, device=device)[:, 2:8].copy_(inputs[4])
     qk_norm_rope_triton(view, *inputs[1:4], table, **sizes)
-    assert torch.equal(view, expected)
+    # Another alignment may sum in another order.
+    assert relative_rms(view, expected) < 1e-6
     assert (wide[:, :5] == 7).all() and (wide[:, 29:] == 7).all()
 
 

@@ -111,10 +111,11 @@ def test_strided_rows(device):
     view = wide[..., 4:12].copy_(hidden)
     expected, _ = rms_norm_triton(hidden, weight, eps=EPS, residual=residual)
     normed, summed = rms_norm_triton(view, weight, eps=EPS, residual=residual)
-    assert torch.equal(normed, expected) and torch.equal(summed, hidden + residual)
+    # Another alignment may sum in another order.
+    assert relative_rms(normed, expected) < 1e-6 and torch.equal(summed, hidden + residual)
     first = torch.randn(2, 5, 8, device=device)[:, :1].copy_(hidden[:, :1])
     normed, _ = rms_norm_triton(first, weight, eps=EPS)
-    assert torch.equal(normed, rms_norm_triton(hidden[:, :1].contiguous(), weight, eps=EPS)[0])
+    assert relative_rms(normed, rms_norm_triton(hidden[:, :1].contiguous(), weight, eps=EPS)[0]) < 1e-6
 
 
 def test_in_place(device):
