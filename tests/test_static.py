@@ -262,6 +262,14 @@ def test_falls_back_with_one_reason(options, word, caplog, monkeypatch):
     assert sum(word in record.getMessage() for record in caplog.records) == 1
 
 
+def test_the_hosts_own_recording_hooks_do_not_matter():
+    """Catches a target that is never fast again once hidden states were asked for."""
+    target = table_target(5)
+    inputs = {"inputs": PROMPT, "max_new_tokens": 9, "do_sample": False}
+    target.generate(**inputs, return_dict_in_generate=True, output_hidden_states=True)
+    assert torch.equal(static(target, table_drafter(target), **inputs), target.generate(**inputs))
+
+
 def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog, monkeypatch):
     """Catches a graph that would skip a hook which the caller has put on the target."""
     monkeypatch.setattr("transformers_dflash2.integration._reported", set())

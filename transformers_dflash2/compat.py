@@ -122,6 +122,18 @@ def set_layer_content(layer, keys: torch.Tensor, values: torch.Tensor, length: i
         layer.cumulative_length = length
 
 
+def has_active_hooks(module: torch.nn.Module) -> bool:
+    """
+    Whether something runs around a module's forward that a replayed graph would skip.
+
+    The hooks with which the host records hidden states stay on a model once they were used. They do nothing in a call
+    that does not ask for hidden states.
+    """
+    if module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        return True
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+
+
 def must_synchronise_ranks(target) -> bool:
     """Whether several processes have to run the same number of forwards (DeepSpeed ZeRO-3, FSDP)."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -139,6 +151,7 @@ __all__ = [
     "STATIC_CACHE_IMPLEMENTATIONS",
     "block_inputs",
     "get_cache",
+    "has_active_hooks",
     "make_output",
     "must_synchronise_ranks",
     "prefill",

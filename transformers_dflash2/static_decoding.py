@@ -479,7 +479,7 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     if any("lora" in name for name, _ in target.named_parameters()):
         return "the target carries adapters, which may change from call to call"
     for module in target.modules():
-        if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+        if compat.has_active_hooks(module):
             return f"{type(module).__name__} has forward hooks, which a graph would skip"
     if len({parameter.device for parameter in target.parameters()}) > 1:
         return "the target is spread over several devices"

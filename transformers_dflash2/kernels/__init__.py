@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .accept_greedy import accept_greedy_triton
     from .accept_sampled import accept_sampled_triton
+    from .block_attention import block_attention_triton
+    from .context_kv import context_kv_triton
     from .grouped_conv import grouped_conv_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "accept_greedy_triton",
     "accept_sampled_triton",
+    "block_attention_triton",
+    "context_kv_triton",
     "grouped_conv_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
