@@ -109,7 +109,10 @@ def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog, monkeypatch)
     """Catches another text than plain decoding gives, because the static tempo honours a cap that sdpa ignores."""
     monkeypatch.setattr("transformers_dflash2.integration._reported", set())
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
-    target = table_target(model_type="gemma2", mix=0.1, attn_implementation="sdpa")
+    try:
+        target = table_target(model_type="gemma2", mix=0.1, attn_implementation="sdpa")
+    except ValueError:
+        pytest.skip("this release of transformers refuses sdpa for a model with a cap")
     inputs = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     drafted = target.generate(assistant_model=half_right(target), cache_implementation="static", **inputs)
     assert torch.equal(drafted, target.generate(**inputs))
