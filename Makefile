@@ -2,10 +2,12 @@
 #   PYTHON  interpreter that creates the environment
 #   TORCH   requirement used when torch is missing in it, e.g. TORCH="torch --index-url <CPU index>"
 #   ARGS    extra arguments of the demo or of pytest
+#   JOBS    test processes, one thread each; "auto" is one per core, 0 runs the tests in pytest itself
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 ARGS ?=
+JOBS ?= auto
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -16,10 +18,10 @@ demo: $(VENV)/.demo
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
-	$(PY) -m pytest -m "not gpu and not slow" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(ARGS)
 
 test-all: $(VENV)/.test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 quality: $(VENV)/.quality
 	$(PY) -m ruff check .
