@@ -56,8 +56,8 @@ class DraftSession:
         self.adapter = adapter
         self.device, self.dtype = draft.device, draft.dtype
         self.context = draft.make_context(batch_size, block_size=block_size)
-        # The dtype of the target's residual stream, known from the first features on.
-        self._target_dtype = self.dtype
+        # That of the target's residual stream, known from the first features on.
+        self.target_dtype = self.dtype
 
     def append(self, features: list[torch.Tensor], position_ids: torch.Tensor, counts: list[int]) -> None:
         """
@@ -68,7 +68,7 @@ class DraftSession:
             position_ids (`torch.LongTensor` of shape `(batch, entries)`): Absolute positions, counted without padding.
             counts (`list[int]` of length `batch`): Only the first `counts[b]` entries of row `b` are committed.
         """
-        self._target_dtype = features[0].dtype
+        self.target_dtype = features[0].dtype
         fused = torch.cat([tap.to(self.device) for tap in features], dim=-1).to(self.dtype)
         self.draft.append_context(self.context, fused, position_ids.to(self.device), counts)
 
@@ -107,7 +107,7 @@ class DraftSession:
         proposal = self.draft.propose(
             hidden,
             anchor_ids,
-            lambda rows: self.adapter.logits(rows, self._target_dtype),
+            lambda rows: self.adapter.logits(rows, self.target_dtype),
             temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
             greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
             # A greedy walk reads no noise, and leaves the host's random stream alone. With flags on the device the

@@ -11,9 +11,10 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Private calls into `transformers`, one function per difference between supported versions.
+"""Private methods and moving names of `transformers`, one function per difference between supported versions.
 
-Supported: 5.17 and later. Nothing else in the package reaches for a private name of the host.
+Supported: 5.17 and later. Elsewhere the package only reads attributes that the host leaves on its own objects, such as
+`generation_config._pad_token_tensor`.
 """
 
 import inspect
@@ -39,7 +40,15 @@ CACHE_KEY = (
 )
 
 # Names of `cache_implementation` that ask for preallocated buffers.
-STATIC_CACHE_IMPLEMENTATIONS = ("static", "offloaded_static", "hybrid", "sliding_window", "hybrid_chunked")
+STATIC_CACHE_IMPLEMENTATIONS = (
+    "static",
+    "offloaded_static",
+    "hybrid",
+    "hybrid_chunked",
+    "offloaded_hybrid",
+    "offloaded_hybrid_chunked",
+    "sliding_window",
+)
 
 
 def get_cache(model_kwargs: dict[str, Any]) -> Cache | None:

@@ -45,7 +45,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers.generation import logits_process, stopping_criteria
+from transformers.generation import logits_process
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import compat
@@ -88,10 +95,10 @@ _ROW_PROCESSORS = (
 
 # Stopping rules of the host that look at one row.
 _ROW_CRITERIA = (
-    stopping_criteria.EosTokenCriteria,
-    stopping_criteria.MaxLengthCriteria,
-    stopping_criteria.MaxTimeCriteria,
-    stopping_criteria.StopStringCriteria,
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
 )
 
 
@@ -112,7 +119,8 @@ class DFlash2Stats:
         new_tokens (`int`): Committed tokens, summed over rows.
         phase_seconds (`dict[str, float]`):
             Wall time of `prefill`, `draft`, `verify`, `accept` and `commit`, when the environment variable
-            `TRANSFORMERS_DFLASH2_TIMING=1` asks for it; empty otherwise.
+            `TRANSFORMERS_DFLASH2_TIMING=1` asks for it; empty otherwise. In the static tempo `draft and verify` are
+            one, and include the commit.
     """
 
     rounds: int = 0
@@ -163,7 +171,7 @@ class _Step:
 
 
 @dataclass
-class _Verified:
+class VerifiedBlock:
     """The target's answer to a block."""
 
     logits: torch.Tensor  # [batch, block, vocab]
@@ -196,7 +204,7 @@ class SpeculativeDecoding:
         input_ids: torch.LongTensor,
         *,
         logits_processor: logits_process.LogitsProcessorList,
-        stopping_criteria: stopping_criteria.StoppingCriteriaList,
+        stopping_criteria: StoppingCriteriaList,
         generation_config,
         num_assistant_tokens: int | None,
         streamer,
@@ -215,7 +223,13 @@ class SpeculativeDecoding:
         self.do_sample = bool(generation_config.do_sample)
         self.temperature = _request_temperature(logits_processor) if self.do_sample else 1.0
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        limits = [c.max_length for c in stopping_criteria if isinstance(c, logits_length_criterion)]
+        limits = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        self._end_tokens = {
+            token
+            for criterion in stopping_criteria
+            if type(criterion) is EosTokenCriteria
+            for token in criterion.eos_token_id.flatten().tolist()
+        }
         self.max_length = min(limits) if limits else math.inf
         self.mode = self._choose_mode()
 
@@ -225,6 +239,7 @@ class SpeculativeDecoding:
         self.wants_hidden = bool(wants and wants.output_hidden_states)
         self.wants_attentions = bool(wants and wants.output_attentions)
         self._wants_steps = self.wants_scores or self.wants_logits or self.wants_hidden or self.wants_attentions
+        self._stacked_scores: tuple[torch.Tensor, ...] = ()
         self.steps: list[list[_Step]] = [[] for _ in range(self.batch_size)]
 
         # Padded on the right with the pad token, so that a finished row needs no further writes.
@@ -276,7 +291,7 @@ class SpeculativeDecoding:
             for criterion in self.criteria
         )
         # Without an end token a row that has met its stopping rule keeps generating until all have.
-        lengths_only = all(isinstance(c, logits_length_criterion) for c in self.criteria)
+        lengths_only = all(isinstance(c, MaxLengthCriteria) for c in self.criteria)
         if not rows_suffice or not (self.has_eos or lengths_only):
             return "lockstep"
         return mode
@@ -294,6 +309,9 @@ class SpeculativeDecoding:
                 compat.set_past_recording(cache, True)
                 while not all(self.finished):
                     self._round(tap)
+        except BaseException:
+            self._take_back_unfinished_round()
+            raise
         finally:
             if cache is not None:
                 compat.set_past_recording(cache, False)
@@ -314,6 +332,20 @@ class SpeculativeDecoding:
         )
         return self._result()
 
+    def _take_back_unfinished_round(self) -> None:
+        """
+        After an exception, leave one row's cache as plain decoding would: all tokens that went out but the last.
+
+        A streamer that raises is how callers cancel, and they may go on with the cache they passed.
+        """
+        cache = compat.get_cache(self.model_kwargs)
+        if self.batch_size > 1 or cache is None or not hasattr(self, "columns"):
+            return
+        given_out = self.new[0] if self.streamer is None else self.streamed
+        surplus = cache.get_seq_length() - (self._prompt_cache_columns + max(given_out, 1) - 1)
+        if surplus > 0:
+            cache.crop(-surplus)
+
     def _prefill(self, tap: FeatureTap) -> None:
         with self._timer("prefill"):
             cache = compat.get_cache(self.model_kwargs)
@@ -329,6 +361,7 @@ class SpeculativeDecoding:
 
         # Columns of the cache. They differ from the prompt's when only embeddings were given.
         columns = cache.get_seq_length()
+        self._prompt_cache_columns = columns
         self.columns = [columns] * self.batch_size
         self.width = columns
         self.valid = self._prompt_mask(columns)
@@ -342,7 +375,7 @@ class SpeculativeDecoding:
         self._pending = self._pack(features, positions, counts, fresh)
 
         logits = outputs.logits[:, -1:]
-        self._accept(_Verified(logits, None, 0, outputs))
+        self._accept(VerifiedBlock(logits, None, 0, outputs))
         self._emit()
 
     def _round(self, tap: FeatureTap) -> None:
@@ -384,7 +417,7 @@ class SpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------ verify
 
-    def _verify(self, tap: FeatureTap, proposal: DFlash2Proposal | None, slots: int) -> _Verified:
+    def _verify(self, tap: FeatureTap, proposal: DFlash2Proposal | None, slots: int) -> VerifiedBlock:
         with self._timer("verify"):
             block_ids = self._anchors()[:, None]
             if proposal is not None:
@@ -393,7 +426,7 @@ class SpeculativeDecoding:
             with tap.listen():
                 outputs = self.target(**inputs, return_dict=True)
             self.stats.target_passes += 1
-            return _Verified(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs)
+            return VerifiedBlock(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs)
 
     def _block_kwargs(self, block: int) -> dict[str, Any]:
         kwargs = dict(self.model_kwargs)
@@ -423,7 +456,7 @@ class SpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------ accept
 
-    def _accept(self, verified: _Verified) -> list[int]:
+    def _accept(self, verified: VerifiedBlock) -> list[int]:
         """Commit tokens to every unfinished row; returns how many each row took."""
         before = list(self.new)
         if self.mode == "block":
@@ -432,7 +465,7 @@ class SpeculativeDecoding:
             self._accept_step_by_step(verified)
         return [now - then for now, then in zip(self.new, before, strict=True)]
 
-    def _accept_block(self, verified: _Verified) -> None:
+    def _accept_block(self, verified: VerifiedBlock) -> None:
         """All rows and slots at once: the processors need no prefix."""
         scores, raw = self._block_scores(verified)
         decision = self._decide_block(verified, scores)
@@ -462,7 +495,7 @@ class SpeculativeDecoding:
     def _takes_plain_argmax(self) -> bool:
         return not self.do_sample and not self.processors and not self.wants_scores and not self.wants_logits
 
-    def _block_scores(self, verified: _Verified) -> tuple[torch.Tensor, torch.Tensor]:
+    def _block_scores(self, verified: VerifiedBlock) -> tuple[torch.Tensor, torch.Tensor]:
         """Processed and raw scores, each `(batch, block, vocab)`."""
         logits = verified.logits
         if self._takes_plain_argmax:
@@ -474,7 +507,7 @@ class SpeculativeDecoding:
         scores = self.processors(prefix, flat.clone() if self.wants_logits else flat)
         return scores.view(raw.shape), raw
 
-    def _decide_block(self, verified: _Verified, scores: torch.Tensor) -> torch.Tensor:
+    def _decide_block(self, verified: VerifiedBlock, scores: torch.Tensor) -> torch.Tensor:
         """
         How many drafted tokens each row keeps and which token follows them.
 
@@ -520,7 +553,7 @@ class SpeculativeDecoding:
         drafted = torch.cat([decision[:, 3:], following], dim=1)
         return drafted.scatter(1, accepted, following)
 
-    def _accept_step_by_step(self, verified: _Verified) -> None:
+    def _accept_step_by_step(self, verified: VerifiedBlock) -> None:
         """
         Token by token, with the calls plain decoding would make.
 
@@ -603,7 +636,7 @@ class SpeculativeDecoding:
         replacement = torch.multinomial(law, num_samples=1)[:, 0]
         return torch.where(passed, drafted, replacement).tolist(), passed.tolist()
 
-    def _count_round(self, verified: _Verified, *, usable: bool, accepted: int) -> None:
+    def _count_round(self, verified: VerifiedBlock, *, usable: bool, accepted: int) -> None:
         if verified.proposal is None and self.stats.target_passes == 1:
             return  # the prefill is no round
         if not usable:
@@ -633,26 +666,22 @@ class SpeculativeDecoding:
     def _row_is_done(self, row: int, token: int, length: int) -> bool:
         done = False
         for criterion in self.criteria:
-            if type(criterion) is stopping_criteria.EosTokenCriteria:
-                done = done or token in self._eos_ids(criterion)
-            elif type(criterion) is stopping_criteria.MaxLengthCriteria:
+            if type(criterion) is EosTokenCriteria:
+                done = done or token in self._end_tokens
+            elif type(criterion) is MaxLengthCriteria:
                 done = done or length >= criterion.max_length
             else:
-                result = criterion(self.ids[row : row + 1, :length], self._scores_so_far())
+                # The host's own rules do not look at scores.
+                scores = None if type(criterion) in _ROW_CRITERIA else self._scores_so_far()
+                result = criterion(self.ids[row : row + 1, :length], scores)
                 done = done or bool(result.all() if isinstance(result, torch.Tensor) else result)
         return done
 
-    def _eos_ids(self, criterion) -> set[int]:
-        if not hasattr(self, "_eos_cache"):
-            self._eos_cache: dict[int, set[int]] = {}
-        key = id(criterion)
-        if key not in self._eos_cache:
-            self._eos_cache[key] = set(criterion.eos_token_id.flatten().tolist())
-        return self._eos_cache[key]
-
     # ------------------------------------------------------------------------------------------------ commit
 
-    def _commit(self, features: list[torch.Tensor], verified: _Verified, kept: list[int], active: list[int]) -> None:
+    def _commit(
+        self, features: list[torch.Tensor], verified: VerifiedBlock, kept: list[int], active: list[int]
+    ) -> None:
         """Keep the first `kept[row]` block entries of every row in the target's cache, and their features."""
         block = verified.slots + 1
         cache = compat.get_cache(self.model_kwargs)
@@ -718,13 +747,21 @@ class SpeculativeDecoding:
     def _scores_so_far(self) -> tuple[torch.Tensor, ...] | None:
         if not self.wants_scores:
             return None
+        steps = min(len(row) for row in self.steps)
+        if self.mode == "lockstep" or self.batch_size == 1:
+            # All rows are at the same step: nothing that was stacked before changes.
+            self._stacked_scores += tuple(
+                torch.stack([row[step].scores for row in self.steps])
+                for step in range(len(self._stacked_scores), steps)
+            )
+            return self._stacked_scores
         return self._stacked("scores")
 
     def _record(
         self,
         row: int,
         index: int,
-        verified: _Verified,
+        verified: VerifiedBlock,
         *,
         scores: torch.Tensor,
         raw: torch.Tensor,
@@ -803,9 +840,6 @@ class SpeculativeDecoding:
             hidden_states=self._stacked_layers("hidden_states") if self.wants_hidden else None,
             dflash2_stats=self.stats,
         )
-
-
-logits_length_criterion = stopping_criteria.MaxLengthCriteria
 
 
 def _request_temperature(processors: logits_process.LogitsProcessorList) -> float:

@@ -19,6 +19,7 @@ the host prepares inputs, padding, expansion, lengths, cache, processors and sto
 decoding. Every other call passes through untouched.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -32,8 +33,16 @@ from .generation import SpeculativeDecoding
 
 logger = logging.getLogger("transformers_dflash2")
 
-_MARK = "_dflash2_original"
 _reported: set[str] = set()
+
+
+class _Hook:
+    """What was installed, and whether it acts. Kept here and not on the function, whose attributes wrappers copy."""
+
+    wrapper = None
+    original = None
+    is_active = False
+
 
 # Options that mean something else than one continuation per row, with what to do instead.
 _UNSUPPORTED_OPTIONS = {
@@ -54,13 +63,18 @@ _UNSUPPORTED_OPTIONS = {
 
 def enable() -> None:
     """Let `generate(..., assistant_model=draft)` recognise DFlash2 drafters. Importing the package does this once."""
+    _Hook.is_active = True
+    current = GenerationMixin.generate
+    while current is not None:
+        if current is _Hook.wrapper:
+            return
+        # Somebody may have wrapped ours in turn.
+        current = getattr(current, "__wrapped__", None)
     original = GenerationMixin.generate
-    if hasattr(original, _MARK):
-        return
 
     @functools.wraps(original)
     def generate(self, *args, **kwargs):
-        if not _may_be_ours(args, kwargs):
+        if not (_Hook.is_active and _may_be_ours(args, kwargs)):
             return original(self, *args, **kwargs)
         arguments = inspect.signature(original).bind(self, *args, **kwargs).arguments
         draft = arguments.get("assistant_model")
@@ -68,15 +82,20 @@ def enable() -> None:
             return original(self, *args, **kwargs)
         return _generate_with_draft(original, arguments, draft)
 
-    setattr(generate, _MARK, original)
+    _Hook.wrapper, _Hook.original = generate, original
     GenerationMixin.generate = generate
 
 
 def disable() -> None:
-    """Put the host's own `generate` back."""
-    original = getattr(GenerationMixin.generate, _MARK, None)
-    if original is not None:
-        GenerationMixin.generate = original
+    """
+    Put the host's own `generate` back.
+
+    Where somebody has wrapped ours since, ours stays in the chain and passes every call through.
+    """
+    _Hook.is_active = False
+    if _Hook.wrapper is not None and GenerationMixin.generate is _Hook.wrapper:
+        GenerationMixin.generate = _Hook.original
+        _Hook.wrapper = _Hook.original = None
 
 
 def _may_be_ours(args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -104,13 +123,16 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
     if num_assistant_tokens is not None and (
         isinstance(num_assistant_tokens, bool) or not isinstance(num_assistant_tokens, int) or num_assistant_tokens < 1
     ):
-        raise ValueError(f"num_assistant_tokens must be an integer of at least 1, got {num_assistant_tokens!r}.")
+        raise ValueError(
+            f"num_assistant_tokens must be an integer of at least 1, got {num_assistant_tokens!r}. Leave it out to "
+            "use the drafter's own block."
+        )
     if effective("num_assistant_tokens_schedule") not in (None, "constant"):
         _report_once(
             f"num_assistant_tokens_schedule={effective('num_assistant_tokens_schedule')!r} is not supported yet; the "
             "draft length stays constant."
         )
-    wants_static = _wants_static(options, effective)
+    wants_static = _wants_static(arguments, options, effective)
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
     options.pop("tokenizer", None)
@@ -126,17 +148,16 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "streamer": streamer,
             "model_kwargs": model_kwargs,
         }
-        decoding = SpeculativeDecoding(model, draft, input_ids, **call)
         if wants_static:
             # Kernels, and triton with them, are loaded by those who ask for this tempo only.
             from .static_decoding import StaticDecoding, static_ineligible_reason
 
+            decoding = StaticDecoding(model, draft, input_ids, **call)
             reason = static_ineligible_reason(decoding)
             if reason is None:
-                decoding = StaticDecoding(model, draft, input_ids, **call)
-            else:
-                _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
-        return decoding.run()
+                return decoding.run()
+            _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
+        return SpeculativeDecoding(model, draft, input_ids, **call).run()
 
     return original(target, **arguments, custom_generate=decode, **options)
 
@@ -156,8 +177,11 @@ def _refuse_unsupported(target, arguments: dict[str, Any], options: dict[str, An
             f"guidance_scale={guidance!r} keeps a cache of its own for the whole batch; with a DFlash2 "
             "assistant_model generate one row at a time."
         )
-    if options.get("cache_implementation") == "paged":
-        raise ValueError('cache_implementation="paged" (continuous batching) does not take an assistant_model.')
+    if effective("cache_implementation") == "paged":
+        raise ValueError(
+            'cache_implementation="paged" (continuous batching) does not take an assistant_model: use "dynamic" or '
+            '"static", or generate without assistant_model.'
+        )
     if arguments.get("synced_gpus") or compat.must_synchronise_ranks(target):
         raise ValueError(
             "synced_gpus needs every rank to run the same number of forwards, which speculation does not; generate "
@@ -172,7 +196,7 @@ def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], ef
     return (effective("num_return_sequences") or 1) > 1
 
 
-def _wants_static(options: dict[str, Any], effective) -> bool:
+def _wants_static(arguments: dict[str, Any], options: dict[str, Any], effective) -> bool:
     """
     Whether the static tempo is asked for.
 
@@ -181,7 +205,12 @@ def _wants_static(options: dict[str, Any], effective) -> bool:
     implementation = effective("cache_implementation")
     if implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:
         return False
-    options["cache_implementation"] = "dynamic"
+    if options.get("cache_implementation") is None and arguments.get("generation_config") is not None:
+        config = copy.deepcopy(arguments["generation_config"])
+        config.cache_implementation = "dynamic"
+        arguments["generation_config"] = config
+    else:
+        options["cache_implementation"] = "dynamic"
     return True
 
 
@@ -204,18 +233,12 @@ def _bind_stop_strings(target, arguments: dict[str, Any], options: dict[str, Any
         )
     options.pop("stop_strings", None)
     if arguments.get("generation_config") is not None:
-        arguments["generation_config"] = _copy_without(arguments["generation_config"], "stop_strings")
+        config = copy.deepcopy(arguments["generation_config"])
+        config.stop_strings = None
+        arguments["generation_config"] = config
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
     arguments["stopping_criteria"] = criteria
-
-
-def _copy_without(config, name: str):
-    import copy
-
-    config = copy.deepcopy(config)
-    setattr(config, name, None)
-    return config
 
 
 def _report_once(message: str) -> None:

@@ -41,7 +41,7 @@ from . import compat
 from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_greedy
 from .fused_modules import fused_norms
-from .generation import SpeculativeDecoding, _Verified
+from .generation import SpeculativeDecoding, VerifiedBlock
 from .kernels.attention_interface import block_attention_lengths, unsupported_model_reason, use_block_attention
 from .kernels.block_attention import block_attention_reference
 from .kernels.dispatch import dispatch
@@ -53,8 +53,18 @@ logger = logging.getLogger("transformers_dflash2")
 
 # Columns of the smallest buffer; larger ones double.
 MIN_CAPACITY = 512
+# Tensors among the model inputs that a round computes on its own or needs for the prefill only.
+_STAGED_MODEL_INPUTS = ("attention_mask", "inputs_embeds", "position_ids")
+
 # Captured rounds kept per target; the least recently used one goes first.
 MAX_ROUNDS_PER_TARGET = 4
+
+
+def _write_columns(columns: torch.Tensor, *pairs: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Write states of shape `(batch, kv_heads, entries, head_dim)` into buffers, at `(batch, entries)` columns."""
+    index = columns[:, None, :, None]
+    for buffer, states in pairs:
+        buffer.scatter_(2, index.expand(-1, states.shape[1], -1, states.shape[3]), states)
 
 
 class StaticTargetLayer(CacheLayerMixin):
@@ -75,9 +85,7 @@ class StaticTargetLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write a block of shape `(batch, kv_heads, block, head_dim)`; returns the whole buffers."""
-        index = self.columns[:, None, :, None]
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            buffer.scatter_(2, index.expand(-1, states.shape[1], -1, states.shape[3]), states)
+        _write_columns(self.columns, (self.keys, key_states), (self.values, value_states))
         return self.keys, self.values
 
     def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
@@ -125,12 +133,12 @@ class StaticContext:
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As [`DFlash2ContextCache.append`]."""
-        self._write(layer_idx, self._columns, keys, values)
+        _write_columns(self._columns, (self.keys[layer_idx], keys), (self.values[layer_idx], values))
 
     def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor):
         """Write the block behind each row's context; returns the whole buffers."""
         columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
-        self._write(layer_idx, columns, keys, values)
+        _write_columns(columns, (self.keys[layer_idx], keys), (self.values[layer_idx], values))
         return self.keys[layer_idx], self.values[layer_idx]
 
     def block_mask(self, *args, **kwargs) -> None:
@@ -151,25 +159,20 @@ class StaticContext:
         )
         return output.transpose(1, 2)
 
-    def _write(self, layer_idx: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        index = columns[:, None, :, None]
-        for buffer, states in ((self.keys[layer_idx], keys), (self.values[layer_idx], values)):
-            buffer.scatter_(2, index.expand(-1, states.shape[1], -1, states.shape[3]), states)
-
 
 class StaticRound:
     """
     Buffers and, on CUDA, the captured graph of one round.
 
     Args:
-        target: The target.
-        adapter ([`TargetAdapter`]): The same target as its drafter sees it.
+        adapter ([`TargetAdapter`]): The target as its drafter sees it.
         draft ([`DFlash2DraftModel`]): The drafter.
         prefilled ([`~transformers.Cache`]): The target's cache after the prefill; tells shapes and dtypes.
         batch_size (`int`): Rows.
         capacity (`int`): Columns of the buffers.
         slots (`int`): Tokens drafted per round.
         features (`list[torch.Tensor]`): Features of the prefill; tell shapes and dtypes.
+        device (`torch.device`): Where the rows' ids live.
     """
 
     def __init__(self, adapter, draft, prefilled, *, batch_size, capacity, slots, features, device):
@@ -303,11 +306,22 @@ class StaticDecoding(SpeculativeDecoding):
 
     def run(self):
         """Generate, and return what plain `generate` would."""
+        # A round draws its noise whether or not the call samples; a greedy call gives it back to the host's stream.
+        device = self.draft.device
+        on_cuda = device.type == "cuda"
+        state = torch.cuda.get_rng_state(device) if on_cuda else torch.get_rng_state()
         try:
             return super().run()
         finally:
+            if not self.do_sample and on_cuda:
+                torch.cuda.set_rng_state(state, device)
+            elif not self.do_sample:
+                torch.set_rng_state(state)
             if self.static_round is not None:
                 self.static_round.in_use = False
+
+    def _take_back_unfinished_round(self) -> None:
+        """Nothing to take back: the host's cache holds the prompt until the call is over."""
 
     def _prefill(self, tap: FeatureTap) -> None:
         super()._prefill(tap)
@@ -341,7 +355,7 @@ class StaticDecoding(SpeculativeDecoding):
             torch.tensor(counts, device=fused.device),
         )
         self.session.context = round_.context
-        self.session._target_dtype = round_.feature_dtype
+        self.session.target_dtype = round_.feature_dtype
         self._kept = [0] * self.batch_size
 
     def _round(self, tap: FeatureTap) -> None:
@@ -358,13 +372,13 @@ class StaticDecoding(SpeculativeDecoding):
                 round_.body(*arguments)
             self.stats.target_passes += 1
         with self._timer("accept"):
-            verified = _Verified(round_.logits, self._on_host_device(round_.proposal), self.slots, None)
+            verified = VerifiedBlock(round_.logits, self._on_host_device(round_.proposal), self.slots, None)
             self._kept = self._accept(verified)
         self.committed = [length + count for length, count in zip(self.committed, self._kept, strict=True)]
         self.columns = [length + count for length, count in zip(self.columns, self._kept, strict=True)]
         self._emit()
 
-    def _decide_block(self, verified: _Verified, scores: torch.Tensor) -> torch.Tensor:
+    def _decide_block(self, verified: VerifiedBlock, scores: torch.Tensor) -> torch.Tensor:
         if self.static_round is not None and self._takes_plain_argmax:
             return self.static_round.greedy_result
         return super()._decide_block(verified, scores)
@@ -377,7 +391,7 @@ class StaticDecoding(SpeculativeDecoding):
         kwargs = {
             key: value
             for key, value in self.model_kwargs.items()
-            if key not in ("attention_mask", "inputs_embeds", "position_ids", "cache", "past_key_values")
+            if key not in (*_STAGED_MODEL_INPUTS, "cache", "past_key_values")
         }
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = self.slots + 1
@@ -419,7 +433,13 @@ _rounds_lock = threading.Lock()
 def _take_round(decoding: StaticDecoding, prefilled, features, capacity: int) -> StaticRound:
     """A round of the wanted shape that no other call is using, from an earlier call or new."""
     target, draft = decoding.target, decoding.draft
-    weights = tuple(parameter.data_ptr() for model in (target, draft) for parameter in model.parameters())
+    # A graph reads weights and buffers by address.
+    weights = tuple(
+        tensor.data_ptr()
+        for model in (target, draft)
+        for tensors in (model.parameters(), model.buffers())
+        for tensor in tensors
+    )
     key = (
         id(draft),
         decoding.batch_size,
@@ -474,6 +494,15 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and config._attn_implementation == "sdpa":
         return f"attn_logit_softcapping={cap} is left out by sdpa and would be honoured; load with eager attention"
+    if torch.is_autocast_enabled(decoding.device.type):
+        return "autocast is on, and buffers have one dtype"
+    tensors = [
+        name
+        for name, value in decoding.model_kwargs.items()
+        if isinstance(value, torch.Tensor) and name not in _STAGED_MODEL_INPUTS
+    ]
+    if tensors:
+        return f"the target gets model inputs that are not staged: {', '.join(sorted(tensors))}"
     if target.training:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):

@@ -59,6 +59,9 @@ ATTENTION_NAME = "block_attention"
 # Per thread, so that models may run side by side.
 _rows = threading.local()
 
+# Held while a model's configs name this attention function, so that nobody saves that name as the previous one.
+_switching = threading.RLock()
+
 
 @contextlib.contextmanager
 def block_attention_lengths(lengths: torch.Tensor, starts: torch.Tensor | None = None) -> Iterator[None]:
@@ -265,15 +268,17 @@ def use_block_attention(model: PreTrainedModel) -> Iterator[None]:
     """
     Let the model's text layers use [`block_attention_forward`] inside, and what they had before afterwards.
 
-    Other threads that run the same model see the change, and get what `"sdpa"` would give them.
+    One thread at a time is inside. Another thread that runs the same model meanwhile sees the change and gets what
+    `"sdpa"` would give it, so a model that several threads share should have been loaded with `"sdpa"`.
     """
     register_block_attention()
-    # The setter of the public attribute would also reach the configs of other towers.
-    previous = [(config, config._attn_implementation_internal) for config in _text_configs(model)]
-    for config, _ in previous:
-        config._attn_implementation_internal = ATTENTION_NAME
-    try:
-        yield
-    finally:
-        for config, implementation in previous:
-            config._attn_implementation_internal = implementation
+    with _switching:
+        # The setter of the public attribute would also reach the configs of other towers.
+        previous = [(config, config._attn_implementation_internal) for config in _text_configs(model)]
+        for config, _ in previous:
+            config._attn_implementation_internal = ATTENTION_NAME
+        try:
+            yield
+        finally:
+            for config, implementation in previous:
+                config._attn_implementation_internal = implementation

@@ -56,8 +56,9 @@ def _qk_norm_rope_kernel(
     second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
     scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
-    is_q = inside & (head < NUM_HEADS)
-    is_k = inside & (head >= NUM_HEADS)
+    # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+    is_q = (inside & (head < NUM_HEADS)) != 0
+    is_k = (inside & (head >= NUM_HEADS)) != 0
     first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
         k_weight_ptr + columns, mask=is_k, other=0.0
     ).to(tl.float32)
@@ -67,7 +68,7 @@ def _qk_norm_rope_kernel(
     first = (first * scale * first_weight).to(dtype).to(tl.float32)
     second = (second * scale * second_weight).to(dtype).to(tl.float32)
     position = tl.load(position_ptr + row).to(tl.int64)
-    in_table = inside & (position >= 0) & (position < table_rows)
+    in_table = (inside & (position >= 0) & (position < table_rows)) != 0
     # A position that the table does not reach gives NaN, not the memory behind it.
     cos = tl.load(table_ptr + position * table_row_stride + columns, mask=in_table, other=float("nan")).to(tl.float32)
     sin = tl.load(table_ptr + position * table_row_stride + HALF + columns, mask=in_table, other=float("nan")).to(

@@ -88,9 +88,11 @@ def _selector_walk_kernel(
         for start in range(0, RANK, BLOCK_RANK):
             columns = start + ranks
             in_rank = columns < RANK
-            left = tl.load(
-                predecessor_ptr + previous * predecessor_row_stride + columns, mask=in_rank & has_left, other=0.0
-            ).to(tl.float32)
+            # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+            in_left = (in_rank & has_left) != 0
+            left = tl.load(predecessor_ptr + previous * predecessor_row_stride + columns, mask=in_left, other=0.0).to(
+                tl.float32
+            )
             hidden = tl.load(
                 projected_ptr + row * projected_batch_stride + slot * projected_slot_stride + columns,
                 mask=in_rank,
