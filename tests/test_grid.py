@@ -40,7 +40,7 @@ PROMPT_LENGTHS = range(1, 21)
 BLOCK_SIZES = range(1, 18)
 NEW_TOKENS = range(0, 21)
 # Coprime to the sizes of the grid, so that the part that is taken by default meets every length of each kind.
-STRIDE = 83
+STRIDE = 127
 
 
 @functools.cache

@@ -180,7 +180,7 @@ if triton is not None:
         second = (second * factor * second_weight).to(source_type).to(tl.float32)
         position = tl.load(positions_ptr + row).to(tl.int64)
         # A position that the table does not reach gives NaN, not the memory behind it.
-        # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+        # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
         in_table = (in_turn & (position >= 0) & (position < table_rows)) != 0
         table_ptr += position * table_stride_row
         cos = tl.load(table_ptr + turn, mask=in_table, other=float("nan")).to(tl.float32)

@@ -60,7 +60,7 @@ def _grouped_conv_kernel(
     )
     total = tl.zeros([BLOCK_CHANNELS], dtype=tl.float32)
     for tap in tl.static_range(TAPS):
-        # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+        # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
         fires = (inside & (position >= tap)) != 0
         values = tl.load(hidden_row - tap * hidden_row_stride, mask=fires, other=0.0).to(tl.float32)
         base = tl.load(base_ptr + tap * base_tap_stride + channels, mask=fires, other=0.0).to(tl.float32)

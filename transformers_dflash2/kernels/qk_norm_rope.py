@@ -56,7 +56,7 @@ def _qk_norm_rope_kernel(
     second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
     mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
     scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
-    # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+    # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
     is_q = (inside & (head < NUM_HEADS)) != 0
     is_k = (inside & (head >= NUM_HEADS)) != 0
     first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(

@@ -88,7 +88,7 @@ def _selector_walk_kernel(
         for start in range(0, RANK, BLOCK_RANK):
             columns = start + ranks
             in_rank = columns < RANK
-            # `!= 0`: in triton's interpreter a scalar condition widens the mask to an integer, which triton 3.9 refuses there.
+            # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
             in_left = (in_rank & has_left) != 0
             left = tl.load(predecessor_ptr + previous * predecessor_row_stride + columns, mask=in_left, other=0.0).to(
                 tl.float32
