@@ -22,6 +22,7 @@ One token more is generated than is counted, so that all counted tokens behind t
 """
 
 import functools
+import zlib
 import itertools
 
 import pytest
@@ -238,7 +239,9 @@ def test_fault_25_first_place_is_accepted_as_often_as_the_rule_says(drafter, tem
     torch.testing.assert_close(q.sum(-1), torch.ones(VOCAB, dtype=torch.float64), atol=1e-5, rtol=0)
     expected = float((first * torch.minimum(p, q).sum(-1)).sum())
     at_least = float((first * (p * q).sum(-1)).sum())
-    _, accepted, offered = draw(draft, options, 3, seed=5, draws=draws, extra=0)
+    # Noise of its own for every case: with one seed for all, one unlucky stream would look like a bias of all.
+    seed = zlib.crc32(f"{drafter}-{temperature}".encode())
+    _, accepted, offered = draw(draft, options, 3, seed=seed, draws=draws, extra=0)
     # With three tokens there is one round with one slot; a row that is refused there has no room for another.
     assert offered == draws
     error = max((expected * (1 - expected) / offered) ** 0.5, 1 / offered)
