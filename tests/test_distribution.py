@@ -22,8 +22,8 @@ One token more is generated than is counted, so that all counted tokens behind t
 """
 
 import functools
-import zlib
 import itertools
+import zlib
 
 import pytest
 import torch
