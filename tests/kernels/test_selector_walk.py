@@ -23,11 +23,11 @@ pytest.importorskip("triton")
 
 from kernel_checks import DTYPES, PROBABILITY_TOLERANCE, opcheck  # noqa: E402
 
+from transformers_dflash2.functional_dflash2 import selector_path  # noqa: E402
 from transformers_dflash2.kernels import selector_walk as module  # noqa: E402
 from transformers_dflash2.kernels.selector_walk import (  # noqa: E402
     selector_walk_ineligible_reason,
     selector_walk_op,
-    selector_walk_reference,
     selector_walk_triton,
 )
 
@@ -143,7 +143,7 @@ def test_equals_the_reference(device, dtype, batch, slots, top_k, rank):
     """Catches lanes past the candidates or the rank, a row that reads another's, and scores in a half type."""
     inputs = walk_inputs(device, batch, slots, top_k, rank, dtype=dtype)
     actual = selector_walk_triton(**inputs)
-    assert_same_walk(actual, selector_walk_reference(**inputs))
+    assert_same_walk(actual, selector_path(**inputs))
     exact = exact_walk(*(tensor.cpu() for tensor in inputs.values()))
     assert_same_walk([tensor.cpu() for tensor in actual], exact)
 
@@ -152,7 +152,7 @@ def test_rank_in_several_pieces(device, monkeypatch):
     """Catches a partial sum over the rank that is overwritten or read from the first piece again."""
     monkeypatch.setattr(module, "_TILE", 1)
     inputs = walk_inputs(device, 2, 3, 3, rank=37)
-    assert_same_walk(selector_walk_triton(**inputs), selector_walk_reference(**inputs))
+    assert_same_walk(selector_walk_triton(**inputs), selector_path(**inputs))
 
 
 def test_greedy_takes_the_first_of_equals(device):
@@ -189,7 +189,7 @@ def test_rows_that_are_not_finite(device, value):
     inputs["unary"][2:4, 1] = value
     inputs["projected_hidden"][4, 1] = value
     tokens, q = selector_walk_triton(**inputs)
-    assert_same_walk((tokens, q), selector_walk_reference(**inputs))
+    assert_same_walk((tokens, q), selector_path(**inputs))
     assert torch.equal(q[[0, 1, 5]], clean[1][[0, 1, 5]]) and torch.equal(tokens[[0, 1, 5]], clean[0][[0, 1, 5]])
     assert q[2:4, 1].isnan().all()
     assert not q[:4, 0].isnan().any()
@@ -200,7 +200,7 @@ def test_infinite_scores_of_rank_one(device):
     inputs = walk_inputs(device, 4, 2, 3, rank=1)
     inputs["projected_hidden"][:, 1] = INF
     tokens, q = selector_walk_triton(**inputs)
-    assert_same_walk((tokens, q), selector_walk_reference(**inputs))
+    assert_same_walk((tokens, q), selector_path(**inputs))
     assert (tokens[..., None] == inputs["candidate_ids"]).any(dim=-1).all()
 
 
@@ -209,7 +209,7 @@ def test_one_nan_among_the_scores(device):
     inputs = walk_inputs(device, 2, 2, 5)
     inputs["unary"][:, 1, 3] = NAN
     tokens, q = selector_walk_triton(**inputs)
-    assert_same_walk((tokens, q), selector_walk_reference(**inputs))
+    assert_same_walk((tokens, q), selector_path(**inputs))
     assert q[:, 1].isnan().all()
 
 
@@ -218,7 +218,7 @@ def test_some_scores_are_minus_infinity(device):
     inputs = walk_inputs(device, 4, 3, 5)
     inputs["unary"][:, :, 1:4] = -INF
     tokens, q = selector_walk_triton(**inputs)
-    assert_same_walk((tokens, q), selector_walk_reference(**inputs))
+    assert_same_walk((tokens, q), selector_path(**inputs))
     assert (q[..., 1:4] == 0).all()
 
 
@@ -230,7 +230,7 @@ def test_predecessor_without_a_row(device):
     inputs["anchor_ids"][:] = torch.tensor([70, 77, 2**40], device=device)
     tokens, q = selector_walk_triton(**inputs)
     assert torch.isfinite(q).all()
-    assert_same_walk((tokens, q), selector_walk_reference(**inputs))
+    assert_same_walk((tokens, q), selector_path(**inputs))
 
 
 def test_ids_that_no_table_has_are_not_read(device):
@@ -248,7 +248,7 @@ def test_smallest_temperature(device, temperature):
     """Catches a division by zero: temperatures under 1e-5 count as 1e-5."""
     inputs = walk_inputs(device, 2, 3, 4)
     inputs["temperatures"][:] = temperature
-    assert_same_walk(selector_walk_triton(**inputs), selector_walk_reference(**inputs))
+    assert_same_walk(selector_walk_triton(**inputs), selector_path(**inputs))
 
 
 def test_strided_inputs(device):
@@ -272,7 +272,7 @@ def test_writes_into_buffers(device):
     out = torch.full((3, 2), -1, device=device), torch.full((3, 2, 5), NAN, device=device)
     returned = selector_walk_triton(**inputs, out=out)
     assert returned[0] is out[0] and returned[1] is out[1]
-    assert_same_walk(out, selector_walk_reference(**inputs))
+    assert_same_walk(out, selector_path(**inputs))
 
 
 @pytest.mark.parametrize(("batch", "slots"), [(0, 3), (2, 0)], ids=["no-rows", "no-slots"])
@@ -339,7 +339,7 @@ def test_at_a_real_size(device, slots, top_k):
     inputs = walk_inputs(device, 64, slots, top_k, rank=256, vocab=152000, dtype=torch.bfloat16)
     inputs["projected_hidden"] /= 16
     tokens, q = selector_walk_triton(**inputs)
-    expected_tokens, expected_q = selector_walk_reference(**inputs)
+    expected_tokens, expected_q = selector_path(**inputs)
     # A row whose walk met a tie goes another way from there on; at most one in a hundred does.
     same = (tokens == expected_tokens).all(dim=-1)
     assert same.float().mean() > 0.98

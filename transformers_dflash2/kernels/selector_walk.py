@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The candidate selector in one launch: [`functional_dflash2.selector_lattice`] and `selector_walk` together.
+"""The candidate selector in one launch; [`functional_dflash2.selector_path`] is the reference.
 
 One program walks one batch row. A walk needs one row of each slot's lattice, that of the predecessor really taken, so
 the kernel computes no other: `top_k` scores per slot instead of `top_k ** 2`.
@@ -21,14 +21,13 @@ import torch
 import triton
 import triton.language as tl
 
-from ..functional_dflash2 import MIN_TEMPERATURE, selector_lattice, selector_walk
+from ..functional_dflash2 import MIN_TEMPERATURE
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
 
 
 __all__ = [
     "selector_walk_ineligible_reason",
     "selector_walk_op",
-    "selector_walk_reference",
     "selector_walk_triton",
 ]
 
@@ -277,24 +276,6 @@ def selector_walk_triton(
             num_warps=4,
         )
     return out
-
-
-def selector_walk_reference(
-    unary: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    projected_hidden: torch.Tensor,
-    predecessor_codebook: torch.Tensor,
-    successor_codebook: torch.Tensor,
-    anchor_ids: torch.Tensor,
-    uniforms: torch.Tensor,
-    temperatures: torch.Tensor,
-    greedy_mask: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, by way of the whole lattice; arguments of [`selector_walk_triton`]."""
-    scores = selector_lattice(
-        unary, candidate_ids, projected_hidden, predecessor_codebook, successor_codebook, anchor_ids
-    )
-    return selector_walk(scores, candidate_ids, uniforms, temperatures, greedy_mask)
 
 
 @torch.library.custom_op("transformers_dflash2::selector_walk", mutates_args=())
