@@ -379,8 +379,8 @@ class SpeculativeDecoding:
         self._emit()
 
     def _round(self, tap: FeatureTap) -> None:
-        active = [row for row in range(self.batch_size) if not self.finished[row]]
-        room = max(self.max_length - self.prompt_columns - self.new[row] for row in active)
+        unfinished = (row for row in range(self.batch_size) if not self.finished[row])
+        room = max(self.max_length - self.prompt_columns - self.new[row] for row in unfinished)
         slots = int(min(self.slots, room - 1))
         proposal = self._draft(slots) if slots > 0 else None
         verified = self._verify(tap, proposal, slots)
@@ -388,7 +388,7 @@ class SpeculativeDecoding:
             kept = self._accept(verified)
         with self._timer("commit"):
             features = tap.take()
-            self._commit(features, verified, kept, active)
+            self._commit(features, verified, kept)
         self._emit()
 
     # ------------------------------------------------------------------------------------------------ draft
@@ -679,9 +679,7 @@ class SpeculativeDecoding:
 
     # ------------------------------------------------------------------------------------------------ commit
 
-    def _commit(
-        self, features: list[torch.Tensor], verified: VerifiedBlock, kept: list[int], active: list[int]
-    ) -> None:
+    def _commit(self, features: list[torch.Tensor], verified: VerifiedBlock, kept: list[int]) -> None:
         """Keep the first `kept[row]` block entries of every row in the target's cache, and their features."""
         block = verified.slots + 1
         cache = compat.get_cache(self.model_kwargs)
