@@ -14,14 +14,22 @@
 import logging
 import os
 import random
+from pathlib import Path
 
 import pytest
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Also for the processes that tests start: two test processes with two threads each fight over two cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+
+from transformers_dflash2.kernels import dispatch  # noqa: E402
+
+
+KERNEL_TESTS = Path(__file__).parent / "kernels"
 
 
 try:
@@ -65,6 +73,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def interpreter_for_kernel_tests_only(request, monkeypatch):
+    """
+    Triton's interpreter, which `tests/kernels` switches on for the whole process, stays out of other tests.
+
+    It takes milliseconds a program: a generation test on it runs hundreds of times longer than on plain operations.
+    """
+    if KERNEL_TESTS not in request.path.parents:
+        monkeypatch.setattr(dispatch, "is_interpreting", lambda: False)
 
 
 @pytest.fixture(autouse=True)
