@@ -26,6 +26,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
+
+# Kernel tests run in triton's interpreter where there is no GPU. Triton reads this when it is first imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 from transformers_dflash2.kernels import dispatch  # noqa: E402
 
 
@@ -78,7 +83,7 @@ def one_thread():
 @pytest.fixture(autouse=True)
 def interpreter_for_kernel_tests_only(request, monkeypatch):
     """
-    Triton's interpreter, which `tests/kernels` switches on for the whole process, stays out of other tests.
+    Triton's interpreter stays out of tests that are not about kernels.
 
     It takes milliseconds a program: a generation test on it runs hundreds of times longer than on plain operations.
     """

@@ -18,14 +18,16 @@ Supported: 5.17 and later. Elsewhere the package only reads attributes that the 
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers.cache_utils import (
     Cache,
-    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
 )
 from transformers.generation import GenerationMixin
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -98,24 +100,95 @@ def unsupported_cache_layer(cache: Cache, *, batch_size: int) -> str | None:
         batch_size (`int`): Rows; more than one need layers whose rows can be moved separately.
     """
     for layer in cache.layers:
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer):
             continue
         name = type(layer).__name__
-        if not isinstance(layer, CacheLayerMixin) or "Linear" in name:
-            return f"its layer {name} keeps a recurrent state that cannot be rolled back"
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and isinstance(layer, DynamicLayer):
+            continue
         if "Static" in name:
             return f"its layer {name} is preallocated"
         if "Quantized" in name:
             return f"its layer {name} stores quantised keys that cannot be cropped"
         if batch_size > 1 or not isinstance(layer, DynamicLayer):
             return f"its layer {name} cannot be cropped row by row"
+    if cache.layers and not any(isinstance(layer, DynamicLayer) for layer in cache.layers):
+        return "it has no attention layer, whose length tells how many tokens were seen"
     return None
+
+
+def recurrent_layers(cache: Cache) -> list[LinearAttentionCacheLayerMixin]:
+    """Layers of a cache that keep convolution windows or recurrent states, alone or beside keys and values."""
+    return [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+
+
+def layer_states(layer: LinearAttentionCacheLayerMixin) -> list[torch.Tensor]:
+    """Convolution windows and recurrent states that a layer has come to hold."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
+
+
+def cache_states(cache: Cache) -> list[torch.Tensor]:
+    """All states of a cache that have no time axis, those that MiniMax keeps beside its layers among them."""
+    beside = [state for state in getattr(cache, "linear_cache", []) if isinstance(state, torch.Tensor)]
+    return [state for layer in recurrent_layers(cache) for state in layer_states(layer)] + beside
+
+
+def save_states(cache: Cache) -> Callable[[], None]:
+    """Copy all states of a cache that have no time axis; returns the function that puts them back."""
+    states = cache_states(cache)
+    copies = [state.clone() for state in states]
+    beside = list(getattr(cache, "linear_cache", []))
+
+    def restore() -> None:
+        for state, copy in zip(states, copies, strict=True):
+            state.copy_(copy)
+        if beside:
+            # Replaced in every forward, not written in place.
+            cache.linear_cache[:] = beside
+
+    return restore
+
+
+def attention_layers(cache: Cache) -> list[DynamicLayer]:
+    """Layers of a cache that hold keys and values."""
+    return [
+        layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized and layer.keys.numel()
+    ]
+
+
+def crop_attention(cache: Cache, surplus: int) -> None:
+    """
+    Drop the last `surplus` entries of keys and values; recurrent states stay as they are.
+
+    Args:
+        cache ([`~transformers.Cache`]): Changed in place. Sliding layers also fall back to their window.
+        surplus (`int`): At least 0.
+    """
+    for layer in attention_layers(cache):
+        _crop_layer(layer, surplus)
+
+
+def _crop_layer(layer: DynamicLayer, surplus: int) -> None:
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        # The host's own method would cut the convolution windows as well.
+        base = DynamicSlidingWindowLayer if isinstance(layer, DynamicSlidingWindowLayer) else DynamicLayer
+        base.crop(layer, -surplus)
+    else:
+        layer.crop(-surplus)
+
+
+def crop_attention_to(cache: Cache, length: int) -> None:
+    """Cut keys and values to `length` tokens, also where a forward that was broken off reached some layers only."""
+    for layer in attention_layers(cache):
+        surplus = layer.get_seq_length() - length
+        if surplus > 0:
+            _crop_layer(layer, surplus)
 
 
 def set_past_recording(cache: Cache, record: bool) -> None:
     """Make sliding layers keep what a block pushes out of the window until the next crop, or stop doing so."""
     for layer in cache.layers:
-        if hasattr(layer, "record_past"):
+        if isinstance(layer, DynamicSlidingWindowLayer):
             layer.record_past = record
 
 
@@ -158,12 +231,19 @@ def must_synchronise_ranks(target) -> bool:
 __all__ = [
     "CACHE_KEY",
     "STATIC_CACHE_IMPLEMENTATIONS",
+    "attention_layers",
     "block_inputs",
+    "cache_states",
+    "crop_attention",
+    "crop_attention_to",
     "get_cache",
     "has_active_hooks",
+    "layer_states",
     "make_output",
     "must_synchronise_ranks",
     "prefill",
+    "recurrent_layers",
+    "save_states",
     "set_layer_content",
     "set_past_recording",
     "sliding_window_of",

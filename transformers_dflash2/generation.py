@@ -40,7 +40,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +59,7 @@ from . import compat
 from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_greedy, accept_sampled, residual_distribution
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
+from .rollback import SecondPass, StateReplay, make_rollback, rollback_reason
 from .target import FeatureTap, TargetAdapter
 
 
@@ -178,6 +179,7 @@ class VerifiedBlock:
     proposal: DFlash2Proposal | None
     slots: int
     outputs: Any
+    block_ids: torch.Tensor | None = None  # [batch, block]
 
 
 class SpeculativeDecoding:
@@ -219,6 +221,7 @@ class SpeculativeDecoding:
         self.batch_size, self.prompt_columns = input_ids.shape
         self.session = DraftSession(draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1)
         self._check_cache()
+        self.rollback: StateReplay | SecondPass | None = None
 
         self.do_sample = bool(generation_config.do_sample)
         self.temperature = _request_temperature(logits_processor) if self.do_sample else 1.0
@@ -268,6 +271,11 @@ class SpeculativeDecoding:
             raise ValueError(
                 f"{type(self.target).__name__} was given no key-value cache that can be rolled back. "
                 "Assisted generation needs use_cache=True and a model that uses transformers' Cache classes."
+            )
+        reason = rollback_reason(self.target, cache)
+        if reason is not None:
+            raise ValueError(
+                f"{reason}, which cannot forget the rejected part of a block. Generate without assistant_model."
             )
         reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
         if reason is not None:
@@ -342,9 +350,14 @@ class SpeculativeDecoding:
         if self.batch_size > 1 or cache is None or not hasattr(self, "columns"):
             return
         given_out = self.new[0] if self.streamer is None else self.streamed
-        surplus = cache.get_seq_length() - (self._prompt_cache_columns + max(given_out, 1) - 1)
-        if surplus > 0:
-            cache.crop(-surplus)
+        wanted = self._prompt_cache_columns + max(given_out, 1) - 1
+        if isinstance(self.rollback, SecondPass):
+            self.rollback.abandon()
+            # States that stand before the block go with keys and values that end there.
+            wanted = min(wanted, self.width)
+        elif self.rollback is not None:
+            self.rollback.commit([min(max(wanted - self.width, 0), self.rollback.block)])
+        compat.crop_attention_to(cache, wanted)
 
     def _prefill(self, tap: FeatureTap) -> None:
         with self._timer("prefill"):
@@ -357,6 +370,9 @@ class SpeculativeDecoding:
             reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
             if reason is not None:
                 raise ValueError(f"The target's cache cannot be used with a DFlash2 drafter: {reason}.")
+            self.rollback = make_rollback(self.target, cache)
+            if self.rollback is not None and self.rollback.needs_even_rows and self.batch_size > 1:
+                self.mode = "lockstep"
             features = tap.take()
 
         # Columns of the cache. They differ from the prompt's when only embeddings were given.
@@ -386,10 +402,11 @@ class SpeculativeDecoding:
         verified = self._verify(tap, proposal, slots)
         with self._timer("accept"):
             kept = self._accept(verified)
+        # Before the commit, so that a streamer that raises finds a block that can be taken back.
+        self._emit()
         with self._timer("commit"):
             features = tap.take()
             self._commit(features, verified, kept)
-        self._emit()
 
     # ------------------------------------------------------------------------------------------------ draft
 
@@ -422,11 +439,17 @@ class SpeculativeDecoding:
             block_ids = self._anchors()[:, None]
             if proposal is not None:
                 block_ids = torch.cat([block_ids, proposal.tokens], dim=1)
-            inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(slots + 1))
-            with tap.listen():
-                outputs = self.target(**inputs, return_dict=True)
-            self.stats.target_passes += 1
-            return VerifiedBlock(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs)
+            with tap.listen(), self._holding_states(slots + 1):
+                outputs = self._run_block(block_ids)
+            return VerifiedBlock(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs, block_ids)
+
+    def _holding_states(self, block: int):
+        return nullcontext() if self.rollback is None else self.rollback.hold(block)
+
+    def _run_block(self, block_ids: torch.Tensor):
+        inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(block_ids.shape[1]))
+        self.stats.target_passes += 1
+        return self.target(**inputs, return_dict=True)
 
     def _block_kwargs(self, block: int) -> dict[str, Any]:
         kwargs = dict(self.model_kwargs)
@@ -686,10 +709,14 @@ class SpeculativeDecoding:
         offsets = torch.arange(block, device=self.device)
         positions = torch.tensor(self.committed, device=self.device)[:, None] + offsets
         self._pending = (features, positions, kept) if any(kept) else None
+        if isinstance(self.rollback, SecondPass) and max(kept) < block:
+            block = self._run_second_pass(verified.block_ids[:, : max(kept)], surplus=block)
+        elif self.rollback is not None:
+            self.rollback.commit(kept)
         self.committed = [length + count for length, count in zip(self.committed, kept, strict=True)]
         self.columns = [length + count for length, count in zip(self.columns, kept, strict=True)]
         if len(set(kept)) == 1:
-            cache.crop(kept[0] - block)
+            compat.crop_attention(cache, block - kept[0])
             self.width += kept[0]
             self.valid = torch.cat([self.valid, self.valid.new_ones(self.batch_size, kept[0])], dim=1)
             return
@@ -700,6 +727,14 @@ class SpeculativeDecoding:
         valid = torch.cat([self.valid, self.valid.new_ones(self.batch_size, block)], dim=1)
         self.valid = valid.gather(1, index.clamp(min=0)) & (index >= 0)
         self.width = width
+
+    def _run_second_pass(self, kept_ids: torch.Tensor, *, surplus: int) -> int:
+        """Take the whole block out of the cache and run its kept part again; returns the entries that adds."""
+        self.rollback.abandon()
+        compat.crop_attention(compat.get_cache(self.model_kwargs), surplus)
+        if kept_ids.shape[1] > 0:
+            self._run_block(kept_ids)
+        return kept_ids.shape[1]
 
     def _pack(
         self, features: list[torch.Tensor], positions: torch.Tensor, counts: list[int], fresh: torch.Tensor
@@ -788,7 +823,7 @@ class SpeculativeDecoding:
         self, weights: torch.Tensor, row: int, index: int, slots: int, layer_index: int
     ) -> torch.Tensor:
         """One query's weights over as many columns as plain decoding has at that step, padding first."""
-        cache_layers = compat.get_cache(self.model_kwargs).layers
+        cache_layers = compat.attention_layers(compat.get_cache(self.model_kwargs))
         window = compat.sliding_window_of(cache_layers[layer_index]) if layer_index < len(cache_layers) else None
         width = self.columns[row] + index + 1
         if window is not None:
@@ -858,9 +893,7 @@ def _align_right(cache, rejected: torch.Tensor, width: int) -> None:
         width (`int`): Columns afterwards, the length of the longest row. A row shorter than that has copies of its
             first entry in the columns before it; the mask hides them.
     """
-    for layer in cache.layers:
-        if not layer.is_initialized or layer.keys.numel() == 0:
-            continue
+    for layer in compat.attention_layers(cache):
         window = compat.sliding_window_of(layer)
         stored = width if window is None else min(width, max(window - 1, 0))
         start = layer.keys.shape[-2] - rejected.to(layer.keys.device)[:, None] - stored
@@ -876,9 +909,7 @@ def _align_left(cache, columns: torch.Tensor, width: int) -> None:
         columns (`torch.LongTensor` of shape `(batch,)`): Entries of each row, its left padding included.
         width (`int`): Columns of the cache.
     """
-    for layer in cache.layers:
-        if not layer.is_initialized or layer.keys.numel() == 0:
-            continue
+    for layer in compat.attention_layers(cache):
         stored = layer.keys.shape[-2]
         shift = (width - columns).to(layer.keys.device)[:, None]
         _take_columns(layer, shift + torch.arange(stored, device=layer.keys.device), width)

@@ -28,10 +28,6 @@ from torch import nn
 from .configuration_dflash2 import DFlash2Config
 
 
-# Layer types of the host whose state a crop cannot take back.
-_RECURRENT_LAYER_WORDS = ("linear", "mamba", "conv", "recurrent", "ssm", "rwkv", "lightning", "kda")
-
-
 class FeatureTap:
     """
     Collects the outputs of tapped layers, of forwards made by the thread that created it while it is listening.
@@ -92,8 +88,8 @@ class TargetAdapter:
         config ([`DFlash2Config`]): The drafter's configuration; it is checked against the target.
 
     Raises:
-        `ValueError`: The target is an encoder-decoder or keeps a recurrent state, or the drafter does not fit it
-        (tapped layers, hidden size, mask token, vocabulary).
+        `ValueError`: The target is an encoder-decoder, or the drafter does not fit it (tapped layers, hidden size, mask
+        token, vocabulary).
     """
 
     def __init__(self, target, config: DFlash2Config):
@@ -102,13 +98,6 @@ class TargetAdapter:
         if target.config.is_encoder_decoder:
             raise ValueError(f"{name} is an encoder-decoder; a DFlash2 drafter needs a decoder-only target.")
         text_config = target.config.get_text_config(decoder=True)
-        reason = _recurrent_reason(target, text_config)
-        if reason is not None:
-            raise ValueError(
-                f"{name} keeps a recurrent state ({reason}) that cannot be rolled back after a partly accepted block; "
-                "such hybrid targets are not supported yet. Generate without assistant_model, or use a target with "
-                "attention layers only."
-            )
         self.layers = _find_layers(target, text_config)
         self.embedding = target.get_input_embeddings()
         self._rows_are_changed = (
@@ -181,14 +170,6 @@ class TargetAdapter:
             excluded = torch.arange(logits.shape[-1], device=logits.device) >= self.candidate_limit
             logits = logits.masked_fill(excluded, -torch.inf)
         return logits.to(hidden.device)
-
-
-def _recurrent_reason(target, text_config) -> str | None:
-    layer_types = getattr(text_config, "layer_types", None) or []
-    for layer_type in layer_types:
-        if any(word in layer_type for word in _RECURRENT_LAYER_WORDS):
-            return f"layer type {layer_type!r}"
-    return "the model is stateful" if getattr(target, "_is_stateful", False) else None
 
 
 def _find_layers(target, text_config) -> nn.ModuleList:

@@ -1,0 +1,318 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Recurrent states of hybrid targets after a partly accepted block.
+
+Keys and values of rejected tokens are forgotten by cutting them off. A recurrent state has no tokens in it to cut, and
+the host overwrites it in every forward. So while a block is verified, the states are *held*: the cache layers answer
+the target's updates as always but keep what they had, and what the block would have written is recorded instead:
+
+* per short convolution, its window followed by the block's inputs. The window after `n` tokens is a slice of that;
+* per recurrence, the block's keys, values, decays and gates ([`RecurrenceInputs`]), taken where the target calls the
+  host's recurrence function. The state after `n` tokens is the recurrence alone, run over the first `n` of them.
+
+[`StateReplay.commit`] then moves every row to its own count of kept tokens. No projection is computed twice, and
+nothing needs undoing when a round is abandoned.
+
+Targets whose recurrence is written out inside a layer, where it cannot be recorded, are rolled back by
+[`SecondPass`]: all states are put back and the kept tokens run through the target once more.
+"""
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from . import compat
+from .functional_recurrence import RecurrenceInputs, replay_recurrence
+
+
+# Added to the squared norm of a key by the host's delta rules.
+_KEY_NORM_EPS = 1e-6
+
+
+def _delta_rule_inputs(arguments: dict) -> RecurrenceInputs:
+    keys, values = arguments["key"], arguments["value"]
+    if arguments["use_qk_l2norm_in_kernel"]:
+        keys = keys.float()
+        keys = keys * torch.rsqrt(keys.square().sum(dim=-1, keepdim=True) + _KEY_NORM_EPS)
+    log_decay = arguments["g"]
+    if log_decay.dim() == 3:  # one decay per head, otherwise one per key channel
+        log_decay = log_decay[..., None]
+    return RecurrenceInputs(keys, values, log_decay, arguments["beta"], is_delta_rule=True)
+
+
+def _mamba2_inputs(arguments: dict) -> RecurrenceInputs:
+    step = arguments["dt"]
+    if arguments["dt_bias"] is not None:
+        step = step + arguments["dt_bias"].to(step.dtype)
+    if arguments["dt_softplus"]:
+        step = torch.nn.functional.softplus(step)
+    low, high = arguments["dt_limit"]
+    step = step.clamp(min=low, max=high)
+    log_decay = (arguments["A"].float() * step.float())[..., None]
+    # The host's state is `(heads, value channels, key channels)` here.
+    return RecurrenceInputs(arguments["B"], arguments["hidden_states"], log_decay, step, is_transposed=True)
+
+
+# The host's recurrence functions over several tokens, by name, and how to read their arguments.
+_RECURRENCES: dict[str, Callable[[dict], RecurrenceInputs]] = {
+    "chunk_kimi_delta_attention": _delta_rule_inputs,
+    "mamba2_chunk_scan": _mamba2_inputs,
+    "torch_chunk_gated_delta_rule": _delta_rule_inputs,
+}
+
+
+class _Watch:
+    """
+    Stands in for a recurrence function of a host module while blocks are verified, and notes what it is called with.
+
+    Several threads may verify at once; the function is put back when the last one is done.
+    """
+
+    _lock = threading.Lock()
+    _installed: dict[tuple[str, str], list] = {}  # (module, function) -> [original, users]
+    _local = threading.local()
+
+    @classmethod
+    @contextmanager
+    def over(cls, modules: set[str]) -> Iterator[None]:
+        """Watch the recurrence functions of these host modules, for this thread."""
+        targets = [(module, name) for module in modules for name in _RECURRENCES if hasattr(sys.modules[module], name)]
+        with ExitStack() as stack:
+            for module, name in targets:
+                stack.callback(cls._remove, module, name)
+                cls._install(module, name)
+            cls._local.last = None
+            yield
+
+    @classmethod
+    def take(cls) -> RecurrenceInputs | None:
+        """Inputs of this thread's last call of a watched function, once."""
+        last, cls._local.last = getattr(cls._local, "last", None), None
+        return last
+
+    @classmethod
+    def _install(cls, module: str, name: str) -> None:
+        with cls._lock:
+            entry = cls._installed.setdefault((module, name), [None, 0])
+            entry[1] += 1
+            if entry[1] > 1:
+                return
+            original = entry[0] = getattr(sys.modules[module], name)
+            signature, read = inspect.signature(original), _RECURRENCES[name]
+
+            @functools.wraps(original)
+            def watched(*args, **kwargs):
+                bound = signature.bind(*args, **kwargs)
+                bound.apply_defaults()
+                cls._local.last = read(bound.arguments)
+                return original(*args, **kwargs)
+
+            setattr(sys.modules[module], name, watched)
+
+    @classmethod
+    def _remove(cls, module: str, name: str) -> None:
+        with cls._lock:
+            entry = cls._installed.get((module, name))
+            if entry is None:
+                return
+            entry[1] -= 1
+            if entry[1] == 0:
+                setattr(sys.modules[module], name, entry[0])
+                del cls._installed[module, name]
+
+
+@dataclass
+class _Held:
+    """What a block would have written to one cache layer, by the host's index of the state within the layer."""
+
+    conv_inputs: dict[int, torch.Tensor] = field(default_factory=dict)  # [batch, channels, window + block]
+    recurrences: dict[int, RecurrenceInputs] = field(default_factory=dict)
+    # States after the whole block.
+    final_states: dict[int, torch.Tensor] = field(default_factory=dict)
+    # What the layer held before. Only for blocks of one token, which host functions write in place.
+    before: list[torch.Tensor] | None = None
+
+
+class StateReplay:
+    """
+    Holds the recurrent layers of a cache during a block and moves them to what was kept of it.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): The target model.
+        cache ([`~transformers.Cache`]): Its cache, filled by the prefill.
+    """
+
+    needs_even_rows = False
+
+    def __init__(self, target, cache):
+        self.layers = compat.recurrent_layers(cache)
+        self._modules = _host_modules(target)
+        self._held: list[_Held] = []
+        # Tokens of the block that is held; 0 when none is.
+        self.block = 0
+
+    @contextmanager
+    def hold(self, block: int) -> Iterator[None]:
+        """Keep the states as they are while the target runs over `block` tokens."""
+        self._held, self.block = [_Held() for _ in self.layers], block
+        if block == 1:
+            for layer, held in zip(self.layers, self._held, strict=True):
+                held.before = [state.clone() for state in compat.layer_states(layer)]
+        with ExitStack() as stack:
+            for layer, held in zip(self.layers, self._held, strict=True):
+                stack.enter_context(_holding(layer, held))
+            stack.enter_context(_Watch.over(self._modules))
+            yield
+
+    @torch.no_grad()
+    def commit(self, kept: list[int]) -> None:
+        """
+        Move every row's states behind the first `kept[row]` tokens of the block.
+
+        Args:
+            kept (`list[int]` of length `batch`): Tokens to keep per row; 0 leaves a row as it was.
+        """
+        held_layers, self._held, block, self.block = self._held, [], self.block, 0
+        if not held_layers:
+            return
+        counts: torch.Tensor | None = None
+        for layer, held in zip(self.layers, held_layers, strict=True):
+            if counts is None or counts.device != layer.device:
+                counts = torch.tensor(kept, device=layer.device)
+            if held.before is not None:
+                self._restore(layer, held, counts == 0)
+            for index, inputs in held.conv_inputs.items():
+                state = layer.conv_states[index]
+                state.copy_(_window_after(inputs, counts, state.shape[-1]))
+            for index, final in held.final_states.items():
+                state = layer.recurrent_states[index]
+                inputs = held.recurrences.get(index)
+                if inputs is None or min(kept) == block:
+                    # A block of one token, or one that every row kept whole.
+                    kept_rows = (counts > 0).view(-1, *[1] * (state.dim() - 1))
+                    state.copy_(torch.where(kept_rows, final.to(state.dtype), state))
+                else:
+                    state.copy_(replay_recurrence(state, inputs, counts))
+
+    @staticmethod
+    def _restore(layer, held: _Held, rows: torch.Tensor) -> None:
+        for state, before in zip(compat.layer_states(layer), held.before, strict=True):
+            state.copy_(torch.where(rows.view(-1, *[1] * (state.dim() - 1)), before, state))
+
+
+@contextmanager
+def _holding(layer, held: _Held) -> Iterator[None]:
+    """Let a cache layer answer updates without storing them."""
+
+    def update_conv_state(conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        held.conv_inputs[state_idx] = torch.cat([layer.conv_states[state_idx], conv_states], dim=-1)
+        return held.conv_inputs[state_idx]
+
+    def update_recurrent_state(recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        held.final_states[state_idx] = recurrent_states
+        inputs = _Watch.take()
+        if inputs is not None:
+            held.recurrences[state_idx] = inputs
+        elif held.before is None:
+            raise RuntimeError(
+                f"A {type(layer).__name__} was given a new state by a recurrence that is not watched; its rejected "
+                "tokens could not be taken back. Generate without assistant_model, and please report the model."
+            )
+        return recurrent_states
+
+    layer.update_conv_state, layer.update_recurrent_state = update_conv_state, update_recurrent_state
+    try:
+        yield
+    finally:
+        del layer.update_conv_state, layer.update_recurrent_state
+
+
+def _window_after(inputs: torch.Tensor, counts: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` convolution inputs that end with the kept tokens, `(batch, channels, width)`."""
+    index = counts[:, None, None] + torch.arange(width, device=inputs.device)
+    return inputs.gather(-1, index.expand(-1, inputs.shape[1], -1))
+
+
+class SecondPass:
+    """
+    Puts all states back after a block and runs the kept tokens through the target again.
+
+    Rows have to keep equal counts, so a batch advances by the smallest accepted one.
+
+    Args:
+        cache ([`~transformers.Cache`]): The target's cache, filled by the prefill.
+    """
+
+    needs_even_rows = True
+
+    def __init__(self, cache):
+        self._cache = cache
+        self._restore: Callable[[], None] | None = None
+
+    @contextmanager
+    def hold(self, block: int) -> Iterator[None]:
+        """Remember the states before the target runs."""
+        self._restore = compat.save_states(self._cache)
+        yield
+
+    def commit(self, kept: list[int]) -> None:
+        """The block has been kept as far as the states have it."""
+        self._restore = None
+
+    def abandon(self) -> None:
+        """Put the states back as they were before the block."""
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
+
+
+def rollback_reason(target, cache) -> str | None:
+    """Why a target's recurrent state cannot be rolled back, or `None` if it can, or if there is none."""
+    if getattr(target, "_is_stateful", False) and not compat.recurrent_layers(cache):
+        return f"{type(target).__name__} keeps a recurrent state outside of its cache"
+    return None
+
+
+def make_rollback(target, cache) -> StateReplay | SecondPass | None:
+    """
+    What takes a block's rejected tokens out of a filled cache's recurrent states; `None` where there are none.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): The target model.
+        cache ([`~transformers.Cache`]): Its cache after the prefill.
+    """
+    if not compat.cache_states(cache):
+        return None
+    layers = compat.recurrent_layers(cache)
+    states = sum(len(compat.layer_states(layer)) for layer in layers)
+    if states < len(compat.cache_states(cache)):
+        return SecondPass(cache)
+    convolutions_only = not any(state is not None for layer in layers for state in layer.recurrent_states.values())
+    if convolutions_only or any(hasattr(sys.modules[m], name) for m in _host_modules(target) for name in _RECURRENCES):
+        return StateReplay(target, cache)
+    return SecondPass(cache)
+
+
+def _host_modules(target) -> set[str]:
+    """Python modules that define the target's layers."""
+    return {type(module).__module__ for module in target.get_decoder().layers.modules()}
+
+
+__all__ = ["SecondPass", "StateReplay", "make_rollback", "rollback_reason"]
