@@ -20,6 +20,7 @@ The number in a test's name is the entry in the project's list of known faults. 
 
 import copy
 import gc
+import itertools
 import json
 import logging
 
@@ -47,7 +48,15 @@ from generation_checks import (
 )
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, StaticCache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    RwkvConfig,
+    RwkvForCausalLM,
+    StaticCache,
+)
 
 from transformers_dflash2 import DFlash2Config, DFlash2DraftModel
 from transformers_dflash2.testing import (
@@ -109,15 +118,36 @@ def test_fault_01_first_eos_ends_the_row(offset, pure, as_list):
 # 02, 22 --------------------------------------------------------------------------------------------------------------
 
 
-def test_fault_02_22_hybrid_target_is_refused_by_name():
-    """Catches a recurrent state that keeps rejected tokens: until it is rolled back, such a target is not accepted."""
+def test_fault_02_rejected_tokens_leave_the_recurrent_state():
+    """
+    Catches a recurrent state that keeps rejected tokens: drafters with different errors then give different texts.
+
+    `test_families.py` plants the rejections at every offset and looks at every tensor of the cache.
+    """
     target = hybrid_target()
-    draft = random_drafter(target, target_layer_ids=[0, 2])
+    plain = target.generate(PROMPT, max_new_tokens=64, do_sample=False)
+    table = torch.arange(64).roll(1)
+    for token, following in itertools.pairwise(plain[0].tolist()):
+        table[token] = following
+    for stride in (1, 2, 3, 5):
+        wrong = broken_table(table, plain[0, ::stride].tolist()) if stride > 1 else table
+        draft = table_drafter(target, wrong, target_layer_ids=[0, 2])
+        output = target.generate(PROMPT, assistant_model=draft, max_new_tokens=64, do_sample=False)
+        assert torch.equal(output, plain)
+        accepted = draft.last_stats.accepted_per_position
+        # Blocks that were kept in part are the ones that leave something behind.
+        assert accepted[0] > accepted[-1]
+
+
+def test_fault_02_state_outside_of_the_cache_is_refused_by_name():
+    """Catches a recurrent model without a cache that could be rolled back: RWKV keeps its state to itself."""
+    config = RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=4, attention_hidden_size=32)
+    target = RwkvForCausalLM(config).eval()
+    draft = random_drafter(hybrid_target(), target_layer_ids=[0, 2])
     before = hook_count(target, draft)
-    with pytest.raises(ValueError, match="Qwen3_5ForCausalLM"):
+    with pytest.raises(ValueError, match="RwkvForCausalLM"):
         target.generate(PROMPT, assistant_model=draft, max_new_tokens=4)
     assert hook_count(target, draft) == before
-    assert target.generate(PROMPT, max_new_tokens=4).shape == (1, 7)
 
 
 # 05, 38, 40, 41: stand-ins for quantised modules ---------------------------------------------------------------------

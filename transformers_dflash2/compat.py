@@ -83,7 +83,12 @@ def block_inputs(target, block_ids: torch.Tensor, model_kwargs: dict[str, Any]) 
         model_kwargs (`dict`): Their positions, the mask over cache and block, the cache, and what the caller of
             `generate` passed on to the model.
     """
-    return target.prepare_inputs_for_generation(block_ids, next_sequence_length=block_ids.shape[1], **model_kwargs)
+    block = block_ids.shape[1]
+    inputs = target.prepare_inputs_for_generation(block_ids, next_sequence_length=block, **model_kwargs)
+    if "logits_to_keep" in inputs:
+        # Falcon-H1 puts a number from its config there.
+        inputs["logits_to_keep"] = block
+    return inputs
 
 
 def make_output(output_class: type[GenerateDecoderOnlyOutput], cache: Cache | None, **fields):
@@ -152,7 +157,9 @@ def save_states(cache: Cache) -> Callable[[], None]:
 def attention_layers(cache: Cache) -> list[DynamicLayer]:
     """Layers of a cache that hold keys and values."""
     return [
-        layer for layer in cache.layers if isinstance(layer, DynamicLayer) and layer.is_initialized and layer.keys.numel()
+        layer
+        for layer in cache.layers
+        if isinstance(layer, DynamicLayer) and layer.is_initialized and layer.keys.numel()
     ]
 
 

@@ -266,17 +266,15 @@ class SpeculativeDecoding:
     # ------------------------------------------------------------------------------------------------ the request
 
     def _check_cache(self) -> None:
+        """Before any work for a cache that the host has prepared, after the prefill for one that the model makes."""
         cache = compat.get_cache(self.model_kwargs)
-        if cache is None:
-            raise ValueError(
-                f"{type(self.target).__name__} was given no key-value cache that can be rolled back. "
-                "Assisted generation needs use_cache=True and a model that uses transformers' Cache classes."
-            )
         reason = rollback_reason(self.target, cache)
         if reason is not None:
             raise ValueError(
-                f"{reason}, which cannot forget the rejected part of a block. Generate without assistant_model."
+                f"{reason}, and cannot forget the rejected part of a block. Generate without assistant_model."
             )
+        if cache is None:
+            return
         reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
         if reason is not None:
             raise ValueError(
@@ -367,9 +365,12 @@ class SpeculativeDecoding:
                 outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
             self.stats.target_passes += 1
             cache = compat.get_cache(self.model_kwargs)
-            reason = compat.unsupported_cache_layer(cache, batch_size=self.batch_size)
-            if reason is not None:
-                raise ValueError(f"The target's cache cannot be used with a DFlash2 drafter: {reason}.")
+            if cache is None:
+                raise ValueError(
+                    f"{type(self.target).__name__} made no key-value cache; a DFlash2 drafter needs a model that uses "
+                    "transformers' Cache classes."
+                )
+            self._check_cache()
             self.rollback = make_rollback(self.target, cache)
             if self.rollback is not None and self.rollback.needs_even_rows and self.batch_size > 1:
                 self.mode = "lockstep"
@@ -440,18 +441,19 @@ class SpeculativeDecoding:
             if proposal is not None:
                 block_ids = torch.cat([block_ids, proposal.tokens], dim=1)
             with tap.listen(), self._holding_states(slots + 1):
-                outputs = self._run_block(block_ids)
+                outputs = self._run_block(block_ids, self.new)
             return VerifiedBlock(outputs.logits[:, -(slots + 1) :], proposal, slots, outputs, block_ids)
 
     def _holding_states(self, block: int):
         return nullcontext() if self.rollback is None else self.rollback.hold(block)
 
-    def _run_block(self, block_ids: torch.Tensor):
-        inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(block_ids.shape[1]))
+    def _run_block(self, block_ids: torch.Tensor, new: list[int]):
+        """Run `(batch, block)` ids through the target behind rows that have `new[row]` tokens."""
+        inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(block_ids.shape[1], new))
         self.stats.target_passes += 1
         return self.target(**inputs, return_dict=True)
 
-    def _block_kwargs(self, block: int) -> dict[str, Any]:
+    def _block_kwargs(self, block: int, new: list[int]) -> dict[str, Any]:
         kwargs = dict(self.model_kwargs)
         for key in ("inputs_embeds", "attention_mask"):
             kwargs.pop(key, None)
@@ -459,7 +461,7 @@ class SpeculativeDecoding:
             ones = self.valid.new_ones(self.batch_size, block)
             kwargs["attention_mask"] = torch.cat([self.valid, ones], dim=1).long()
         if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = self._block_positions(block)
+            kwargs["position_ids"] = self._block_positions(block, new)
         if kwargs.get("token_type_ids") is not None:
             kwargs["token_type_ids"] = kwargs["token_type_ids"][:, -1:].expand(-1, block)
         for key in ("mm_token_type_ids", "moe_mm_token_type_ids"):
@@ -469,8 +471,8 @@ class SpeculativeDecoding:
             kwargs["logits_to_keep"] = block
         return kwargs
 
-    def _block_positions(self, block: int) -> torch.Tensor:
-        offsets = torch.tensor(self.new, device=self.device)[:, None] + torch.arange(block, device=self.device)
+    def _block_positions(self, block: int, new: list[int]) -> torch.Tensor:
+        offsets = torch.tensor(new, device=self.device)[:, None] + torch.arange(block, device=self.device)
         if math.isfinite(self.max_length):
             # Rows that need no more tokens, or fewer than the block has, stay within the model's positions. What is
             # computed there is thrown away.
@@ -710,7 +712,7 @@ class SpeculativeDecoding:
         positions = torch.tensor(self.committed, device=self.device)[:, None] + offsets
         self._pending = (features, positions, kept) if any(kept) else None
         if isinstance(self.rollback, SecondPass) and max(kept) < block:
-            block = self._run_second_pass(verified.block_ids[:, : max(kept)], surplus=block)
+            block = self._run_second_pass(verified.block_ids, kept)
         elif self.rollback is not None:
             self.rollback.commit(kept)
         self.committed = [length + count for length, count in zip(self.committed, kept, strict=True)]
@@ -728,13 +730,14 @@ class SpeculativeDecoding:
         self.valid = valid.gather(1, index.clamp(min=0)) & (index >= 0)
         self.width = width
 
-    def _run_second_pass(self, kept_ids: torch.Tensor, *, surplus: int) -> int:
+    def _run_second_pass(self, block_ids: torch.Tensor, kept: list[int]) -> int:
         """Take the whole block out of the cache and run its kept part again; returns the entries that adds."""
         self.rollback.abandon()
-        compat.crop_attention(compat.get_cache(self.model_kwargs), surplus)
-        if kept_ids.shape[1] > 0:
-            self._run_block(kept_ids)
-        return kept_ids.shape[1]
+        compat.crop_attention(compat.get_cache(self.model_kwargs), block_ids.shape[1])
+        if max(kept) > 0:
+            before = [now - count for now, count in zip(self.new, kept, strict=True)]
+            self._run_block(block_ids[:, : max(kept)], before)
+        return max(kept)
 
     def _pack(
         self, features: list[torch.Tensor], positions: torch.Tensor, counts: list[int], fresh: torch.Tensor

@@ -285,7 +285,7 @@ class SecondPass:
 
 def rollback_reason(target, cache) -> str | None:
     """Why a target's recurrent state cannot be rolled back, or `None` if it can, or if there is none."""
-    if getattr(target, "_is_stateful", False) and not compat.recurrent_layers(cache):
+    if getattr(target, "_is_stateful", False) and (cache is None or not compat.recurrent_layers(cache)):
         return f"{type(target).__name__} keeps a recurrent state outside of its cache"
     return None
 

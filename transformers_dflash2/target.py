@@ -88,8 +88,8 @@ class TargetAdapter:
         config ([`DFlash2Config`]): The drafter's configuration; it is checked against the target.
 
     Raises:
-        `ValueError`: The target is an encoder-decoder, or the drafter does not fit it (tapped layers, hidden size, mask
-        token, vocabulary).
+        `ValueError`: The target is an encoder-decoder, or the drafter does not fit it (tapped layers, hidden size,
+        mask token, vocabulary).
     """
 
     def __init__(self, target, config: DFlash2Config):

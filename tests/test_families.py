@@ -1,0 +1,197 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What every family of targets has to do: forget rejected tokens wherever they stand, row by row."""
+
+import functools
+
+import pytest
+import torch
+from families import FAMILIES
+from generation_checks import cache_kwargs
+
+from transformers_dflash2 import compat
+from transformers_dflash2.candidate_generator import DraftSession
+from transformers_dflash2.generation import SpeculativeDecoding
+from transformers_dflash2.modeling_dflash2 import DFlash2Proposal
+from transformers_dflash2.testing import random_drafter
+
+
+NEW_TOKENS = 64
+BLOCK = 8
+# Largest difference between logits of one pass over a block and of passes over single tokens.
+LOGITS_TOLERANCE = 1e-4
+# Relative root mean square between a cache after speculation and one filled by a single pass, in float32.
+CACHE_TOLERANCE = 1e-5
+ONE = (torch.tensor([[3, 7, 1, 5]]), torch.ones(1, 4, dtype=torch.long))
+PADDED = (
+    torch.tensor([[3, 7, 1, 9, 4], [0, 0, 5, 6, 2], [0, 8, 8, 1, 1]]),
+    torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]]),
+)
+
+# Weights with which no token is so ill-conditioned that rounding alone moves its keys by more.
+CALM_STD = 0.1
+
+# One family per kind of state; the others run them with the slow tests.
+KINDS_OF_STATE = ("Qwen3", "Gemma 3", "Qwen3.5", "Kimi Linear", "Falcon-H1", "LFM2", "Inkling", "MiniMax")
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+every_kind = pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name in KINDS_OF_STATE else pytest.mark.slow) for name in FAMILIES],
+)
+
+
+class ScriptedProposals:
+    """
+    Proposes the known continuation with one wrong token, whose offset moves through the block from round to round.
+
+    Args:
+        continuation (`torch.LongTensor` of shape `(batch, new_tokens)`): What plain decoding gives.
+        prompt_lengths (`torch.LongTensor` of shape `(batch,)`): Real tokens of each prompt.
+    """
+
+    def __init__(self, continuation, prompt_lengths, vocab_size):
+        self.continuation, self.prompt_lengths, self.vocab_size = continuation, prompt_lengths, vocab_size
+        self.wrong_offsets = set()
+        self.rounds = 0
+
+    def __call__(self, session, anchor_ids, anchor_positions, *, slots, temperature, greedy):
+        tokens = torch.zeros(len(anchor_ids), slots, dtype=torch.long)
+        for row, position in enumerate(anchor_positions.tolist()):
+            start = position - int(self.prompt_lengths[row]) + 1
+            known = self.continuation[row, start : start + slots]
+            tokens[row, : len(known)] = known
+            wrong = (self.rounds + 3 * row) % BLOCK
+            if wrong < slots:
+                tokens[row, wrong] = (tokens[row, wrong] + 1) % self.vocab_size
+                self.wrong_offsets.add(wrong)
+        self.rounds += 1
+        usable = torch.ones(len(anchor_ids), dtype=torch.bool)
+        return DFlash2Proposal(tokens, tokens[..., None], torch.ones(*tokens.shape, 1), usable)
+
+
+@functools.cache
+def build(family, std=0.3):
+    return FAMILIES[family].build(std)
+
+
+def plain_and_script(target, prompt, mask):
+    vocab_size = target.config.get_text_config().vocab_size
+    plain = target.generate(prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return plain, ScriptedProposals(plain[:, prompt.shape[1] :], mask.sum(dim=1), vocab_size)
+
+
+@every_family
+@pytest.mark.parametrize(
+    "request_", [pytest.param(ONE, id="one", marks=pytest.mark.slow), pytest.param(PADDED, id="padded")]
+)
+def test_rejections_at_every_offset(family, request_, monkeypatch):
+    """A state or an entry that outlives its rejected token changes what follows it."""
+    target = build(family)
+    drafter = random_drafter(target, block_size=BLOCK)
+    plain, script = plain_and_script(target, *request_)
+    assert plain.unique().numel() > 10, "a text that repeats itself would hide a stale state"
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+
+    output = target.generate(
+        request_[0],
+        attention_mask=request_[1],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=drafter,
+    )
+
+    assert torch.equal(output, plain)
+    assert script.wrong_offsets == set(range(BLOCK - 1))
+    assert drafter.last_stats.mean_accepted_length > 2
+
+
+@every_kind
+def test_two_drafters_give_the_same_text(family):
+    target = build(family)
+    plain = target.generate(ONE[0], max_new_tokens=NEW_TOKENS // 2, do_sample=False)
+    for seed in (0, 1):
+        drafter = random_drafter(target, seed, block_size=BLOCK)
+        output = target.generate(ONE[0], max_new_tokens=NEW_TOKENS // 2, do_sample=False, assistant_model=drafter)
+        assert torch.equal(output, plain)
+
+
+@every_kind
+def test_block_logits_equal_single_token_logits(family):
+    """Verification reads a block's logits, plain decoding one token's."""
+    target = build(family, CALM_STD)
+    text = torch.randint(1, 64, (1, 12), generator=torch.Generator().manual_seed(0))
+
+    def continued(pieces):
+        kwargs, logits = {}, []
+        for piece in pieces:
+            start = sum(done.shape[1] for done in logits)
+            positions = torch.arange(start, start + piece.shape[1])[None]
+            output = target(piece, position_ids=positions, use_cache=True, **kwargs)
+            kwargs = cache_kwargs(output[compat.CACHE_KEY])
+            logits.append(output.logits)
+        return torch.cat(logits, dim=1)[:, 4:]
+
+    with torch.no_grad():
+        block = continued([text[:, :4], text[:, 4:]])
+        single = continued([text[:, :4], *text[:, 4:].split(1, dim=1)])
+    torch.testing.assert_close(block, single, rtol=0, atol=LOGITS_TOLERANCE)
+
+
+@every_kind
+def test_cache_after_each_round_equals_a_fresh_one(family, monkeypatch):
+    target = build(family, CALM_STD)
+    drafter = random_drafter(target, block_size=BLOCK)
+    prompt, mask = PADDED
+    _, script = plain_and_script(target, prompt, mask)
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    commit = SpeculativeDecoding._commit
+    checked = []
+
+    def commit_and_check(decoding, features, verified, kept):
+        commit(decoding, features, verified, kept)
+        cache = compat.get_cache(decoding.model_kwargs)
+        for row in range(len(prompt)):
+            length = decoding.prompt_columns + decoding.new[row] - 1
+            committed = decoding.ids[row : row + 1, int((mask[row] == 0).sum()) : length]
+            assert_row_is_fresh(target, cache, row, committed)
+        checked.append(kept)
+
+    monkeypatch.setattr(SpeculativeDecoding, "_commit", commit_and_check)
+    target.generate(
+        prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS // 2, do_sample=False, assistant_model=drafter
+    )
+    assert len(checked) >= BLOCK
+
+
+def assert_row_is_fresh(target, cache, row, committed):
+    with torch.no_grad():
+        # One token in the last pass, so that both caches are cut to their windows.
+        output = target(committed[:, :-1], use_cache=True)
+        kwargs = cache_kwargs(output[compat.CACHE_KEY])
+        fresh = target(committed[:, -1:], position_ids=torch.tensor([[committed.shape[1] - 1]]), **kwargs)[
+            compat.CACHE_KEY
+        ]
+    for mine, theirs in zip(compat.attention_layers(cache), compat.attention_layers(fresh), strict=True):
+        for ours, expected in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+            shared = min(ours.shape[2], expected.shape[2])
+            assert shared == min(expected.shape[2], committed.shape[1])
+            assert_near(ours[row, :, -shared:], expected[0, :, -shared:])
+    for ours, expected in zip(compat.cache_states(cache), compat.cache_states(fresh), strict=True):
+        assert_near(ours[row], expected[0])
+
+
+def assert_near(ours, expected):
+    error = (ours - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    assert error < CACHE_TOLERANCE
