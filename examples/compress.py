@@ -8,6 +8,7 @@ Good enough to try a format; for a checkpoint to keep, use a tool that calibrate
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,7 +24,7 @@ __all__ = ["GROUP_SIZE", "compress"]
 GROUP_SIZE = 32
 
 
-def compress(model: nn.Module, scheme: str, destination: Path) -> None:
+def compress(model: nn.Module, scheme: str, destination: Path, *, ignore: Sequence[str] = ()) -> None:
     """
     Compress the linear layers of a model and save it: the head too, unless it is tied to the embedding. The model is
     used up.
@@ -35,6 +36,9 @@ def compress(model: nn.Module, scheme: str, destination: Path) -> None:
             Name of a preset of compressed-tensors: `"W8A8"`, `"FP8_DYNAMIC"`, `"W4A16"`, `"NVFP4A16"`.
         destination (`Path`):
             Folder to write.
+        ignore (`Sequence[str]`, *optional*):
+            Layers to leave dense, by name or by `"re:"` and a pattern. A drafter's are `"re:.*kernel_projection"` and
+            `"re:.*hidden_projection"`.
     """
     require("compressed-tensors", "Compressing a model")
     from compressed_tensors.compressors import ModelCompressor
@@ -43,7 +47,7 @@ def compress(model: nn.Module, scheme: str, destination: Path) -> None:
     preset = preset_name_to_scheme(scheme, ["Linear"])
     if preset.weights.type == "int" and preset.weights.strategy == "group":
         preset.weights.group_size = GROUP_SIZE
-    ignore = ["lm_head"] if model.config.tie_word_embeddings else []
+    ignore = [*ignore, "lm_head"] if model.config.tie_word_embeddings else list(ignore)
     apply_quantization_config(model, QuantizationConfig(config_groups={"linear": preset}, ignore=ignore))
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, CompressedTensorsConfig, TorchAoConfig
 
-from transformers_dflash2 import import_utils
+from transformers_dflash2 import DFlash2DraftModel, import_utils
 from transformers_dflash2.testing import cycle_table, table_drafter, table_target, walk_table
 
 
@@ -55,31 +55,34 @@ def require(name):
         pytest.skip(reason)
 
 
-def quantize(model, name, dtype=None):
+def quantize(model, name):
     """A quantised copy of a dense model, head included where it is not tied to the embedding."""
     require(name)
     library, options = FORMATS[name]
     options = dict(options)
-    is_tied = model.config.tie_word_embeddings
+    is_draft = isinstance(model, DFlash2DraftModel)
+    dense = ["lm_head"] if model.config.tie_word_embeddings and not is_draft else []
     with tempfile.TemporaryDirectory() as folder:
         if library == "bitsandbytes":
             # It logs a cast to float16 on every call of an 8-bit layer.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             if "load_in_4bit" in options:
                 options["bnb_4bit_compute_dtype"] = dtype_of(name)
-            config = BitsAndBytesConfig(**options, llm_int8_skip_modules=["lm_head"] if is_tied else [])
+            config = BitsAndBytesConfig(**options, llm_int8_skip_modules=dense)
         elif library == "torchao":
             import torchao.quantization
 
             make = getattr(torchao.quantization, options.pop("config"))
-            config = TorchAoConfig(make(**options), modules_to_not_convert=["lm_head"] if is_tied else [])
+            config = TorchAoConfig(make(**options), modules_to_not_convert=dense)
         else:
             scheme = options.pop("scheme")
-            compress.compress(model, scheme, Path(folder))
+            dense = ["re:.*kernel_projection", "re:.*hidden_projection"] if is_draft else []
+            compress.compress(model, scheme, Path(folder), ignore=dense)
             config = CompressedTensorsConfig(**options)
         if library != "compressed-tensors":
             model.save_pretrained(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=dtype or dtype_of(name))
+        load = DFlash2DraftModel if is_draft else AutoModelForCausalLM
+        return load.from_pretrained(folder, quantization_config=config, dtype=dtype_of(name))
 
 
 @functools.cache

@@ -2,14 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Targets quantised by the libraries themselves: the same tokens, good candidates, no padded ids."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from generation_checks import PROMPT, SMALLEST_P_VALUE, chi_square_p_value, target_inputs
 from quantized_targets import (
+    CYCLE,
     FORMATS,
+    UNUSED,
     VOCAB,
+    dense_target,
     dequantized_head,
     dtype_of,
     quantize,
@@ -18,7 +22,9 @@ from quantized_targets import (
     table_pair,
     tied_target,
 )
+from transformers import BitsAndBytesConfig
 
+from transformers_dflash2 import DFlash2DraftModel
 from transformers_dflash2.quantization import HeadProjection
 from transformers_dflash2.target import TargetAdapter
 from transformers_dflash2.testing import assert_same_tokens, draft_config, random_drafter, table_drafter, table_target
@@ -146,3 +152,40 @@ def test_padded_scores_are_masked_in_place_of_being_cropped(padding):
     scores = HeadProjection(head, VOCAB)(torch.randn(2, 5, 16), torch.float32)
     assert scores.is_contiguous() and scores.shape == (2, 5, VOCAB + padding)
     assert torch.isfinite(scores[..., :VOCAB]).all() and (scores[..., VOCAB:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_quantised_drafter(name, tmp_path):
+    """Catches quantised convolutions or selectors, layers that wait for a forward, and a copy that does not load."""
+    dense = dense_target()
+    draft = table_drafter(dense, CYCLE, mask_token_id=UNUSED, target_layer_ids=[0, 1])
+    dense_fc = copy.deepcopy(draft.fc)
+    kept = {key: tensor.clone() for key, tensor in draft.state_dict().items() if is_kept_dense(key)}
+    quantized = quantize(draft, name)
+    assert_same_tokens(dense, quantized, PROMPT, max_new_tokens=15)
+    assert quantized.last_stats.mean_accepted_length > 4
+    state = quantized.state_dict()
+    assert kept and all(torch.equal(state[key], tensor) for key, tensor in kept.items())
+    row = torch.randn(1, 64)
+    assert not torch.equal(quantized.fc(row), dense_fc(row))
+    if name.startswith("bnb"):
+        quantized.save_pretrained(tmp_path)
+        again = DFlash2DraftModel.from_pretrained(tmp_path)
+        assert all(torch.equal(tensor, state[key]) for key, tensor in again.state_dict().items())
+
+
+def is_kept_dense(key):
+    return "_conv." in key or key.startswith("candidate_selector.")
+
+
+def test_quantization_config_of_the_caller_is_left_alone(tmp_path):
+    """Catches a config that grows with every drafter it loads, and a list of the caller's own that is dropped."""
+    require("bnb-nf4")
+    random_drafter(dense_target(), target_layer_ids=[0, 1]).save_pretrained(tmp_path)
+    config = BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["fc"])
+    for quantization_config in (config, config.to_dict()):
+        draft = DFlash2DraftModel.from_pretrained(tmp_path, quantization_config=quantization_config)
+        assert type(draft.fc) is torch.nn.Linear
+        assert type(draft.layers[0].attention_conv.kernel_projection) is torch.nn.Linear
+        assert type(draft.layers[0].mlp.up_proj) is not torch.nn.Linear
+    assert config.llm_int8_skip_modules == ["fc"]
