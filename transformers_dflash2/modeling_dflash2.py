@@ -480,6 +480,7 @@ class DFlash2DraftModel(DFlash2Model):
         temperatures: torch.Tensor,
         greedy_mask: torch.Tensor,
         uniforms: torch.Tensor,
+        select: Callable[..., tuple[torch.Tensor, torch.Tensor]] = top_candidates,
     ) -> DFlash2Proposal:
         """
         Turn final rows of the mask slots into drafted tokens.
@@ -492,6 +493,8 @@ class DFlash2DraftModel(DFlash2Model):
             temperatures (`torch.Tensor` of shape `(batch,)`): The request's temperatures.
             greedy_mask (`torch.BoolTensor` of shape `(batch,)`): Rows that draft greedily.
             uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, one per sampled token.
+            select (`Callable`, *optional*): Takes the candidates out of what `head` returns, as
+                [`functional_dflash2.top_candidates`] does; another one goes with a head that is spread over ranks.
 
         Returns:
             [`DFlash2Proposal`].
@@ -501,7 +504,7 @@ class DFlash2DraftModel(DFlash2Model):
         # A v1 drafter fills its slots independently; sampling them so gives incoherent blocks. It proposes the most
         # likely token of each slot, and says so with a one-hot q.
         top_k = config.selector_top_k if self.candidate_selector is not None else 1
-        unary, candidate_ids = top_candidates(
+        unary, candidate_ids = select(
             logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
         )
         if self.candidate_selector is None:

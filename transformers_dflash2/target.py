@@ -25,8 +25,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from . import compat
 from .configuration_dflash2 import DFlash2Config
-from .quantization import HeadProjection, move_to
+from .quantization import HeadProjection, ShardedHeadProjection, move_to
+from .ranks import Ranks
 
 
 # Layer types of the host whose state a crop cannot take back.
@@ -132,7 +134,12 @@ class TargetAdapter:
             hidden_size=text_config.hidden_size,
             vocab_size=self.candidate_limit,
         )
-        self.projection = HeadProjection(self.head, self.candidate_limit)
+        self.ranks = Ranks(target)
+        first_id = compat.vocabulary_shard(self.head)
+        if first_id is None:
+            self.projection = HeadProjection(self.head, self.candidate_limit)
+        else:
+            self.projection = ShardedHeadProjection(self.head, self.candidate_limit, first_id, self.ranks)
         self._tapped = [self.layers[index] for index in config.target_layer_ids]
 
     @contextmanager
@@ -164,7 +171,7 @@ class TargetAdapter:
         """
         token_ids = move_to(self.embedding, token_ids)
         if self._rows_are_changed:
-            return nn.functional.embedding(token_ids, self.embedding.weight)
+            return compat.embedding_rows(self.embedding.weight, token_ids)
         return self.embedding(token_ids)
 
     def logits(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -176,7 +183,8 @@ class TargetAdapter:
             dtype (`torch.dtype`): The dtype of the target's own hidden states.
 
         Returns:
-            `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`.
+            `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`; of a head that is spread
+            over ranks, the rows of this one.
         """
         return self.projection(hidden, dtype)
 

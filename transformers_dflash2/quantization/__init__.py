@@ -14,6 +14,7 @@
 """From a drafter's final rows to candidates, through whatever output head the target has."""
 
 from .projection import HeadProjection, move_to
+from .shards import ShardedHeadProjection
 
 
-__all__ = ["HeadProjection", "move_to"]
+__all__ = ["HeadProjection", "ShardedHeadProjection", "move_to"]

@@ -23,6 +23,8 @@ is left out of the *scores*.
 import torch
 from torch import nn
 
+from ..functional_dflash2 import top_candidates
+
 
 class HeadProjection:
     """
@@ -32,6 +34,9 @@ class HeadProjection:
         head (`torch.nn.Module`): The target's output head.
         vocab_size (`int`): Ids from here on are no tokens, however high their rows score.
     """
+
+    # Token id of the first row that is scored.
+    first_id = 0
 
     def __init__(self, head: nn.Module, vocab_size: int):
         self.head, self.vocab_size = head, vocab_size
@@ -46,11 +51,20 @@ class HeadProjection:
             Contiguous `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`. Columns of ids
             that are no tokens hold `-inf`: cropping them would leave a view that fast top-k kernels refuse.
         """
-        logits = self.head(move_to(self.head, hidden).to(dtype)).contiguous()
-        if logits.shape[-1] > self.vocab_size:
-            excluded = torch.arange(logits.shape[-1], device=logits.device) >= self.vocab_size
+        logits = self.score(move_to(self.head, hidden).to(dtype)).contiguous()
+        real = max(self.vocab_size - self.first_id, 0)
+        if logits.shape[-1] > real:
+            excluded = torch.arange(logits.shape[-1], device=logits.device) >= real
             logits = logits.masked_fill(excluded, -torch.inf)
         return logits.to(hidden.device)
+
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's own scores, padding included."""
+        return self.head(hidden)
+
+    def select(self, logits: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates among the scores of a call, see [`functional_dflash2.top_candidates`]."""
+        return top_candidates(logits, **options)
 
 
 def move_to(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
