@@ -30,6 +30,8 @@ PROMPT = torch.tensor([[3, 7, 1]])
 LOGITS_TOLERANCE = 1e-5
 # The same for final hidden states of a drafter with large random weights.
 HIDDEN_TOLERANCE = 1e-4
+# Fixed seeds: a right sampler stays above this in every case, a wrong one falls far below.
+SMALLEST_P_VALUE = 1e-3
 
 
 @functools.cache
@@ -202,6 +204,25 @@ def assert_drafts_as_if_rebuilt(target, draft, prompt, **generate_kwargs):
             accepted += 1
         committed += accepted + 1
     return proposals
+
+
+def chi_square_p_value(counts, law):
+    """Cells that are expected less than five times are taken together."""
+    from scipy import stats
+
+    expected = law * counts.sum()
+    assert counts[law == 0].sum() == 0, "a continuation of probability zero was drawn"
+    rare = (expected < 5) & (law > 0)
+    observed, wanted = counts[expected >= 5], expected[expected >= 5]
+    if expected[rare].sum() >= 5:
+        observed = torch.cat([observed, counts[rare].sum()[None]])
+        wanted = torch.cat([wanted, expected[rare].sum()[None]])
+    else:
+        # Too rare for a cell of its own: with the smallest one.
+        smallest = int(wanted.argmin())
+        observed[smallest] += counts[rare].sum()
+        wanted[smallest] += expected[rare].sum()
+    return float(stats.chisquare(observed.numpy(), (wanted * observed.sum() / wanted.sum()).numpy()).pvalue)
 
 
 def returned_scores_gap(plain, actual, width):

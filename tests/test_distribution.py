@@ -27,7 +27,7 @@ import zlib
 
 import pytest
 import torch
-from generation_checks import module_inputs, target_inputs
+from generation_checks import SMALLEST_P_VALUE, chi_square_p_value, module_inputs, target_inputs
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -40,15 +40,13 @@ from transformers import (
 from transformers_dflash2.testing import broken_table, random_drafter, read_table, table_drafter, table_target
 
 
-stats = pytest.importorskip("scipy.stats")
+pytest.importorskip("scipy.stats")
 
 VOCAB = 8
 PROMPT = [3, 6]
 DRAWS = 6_000
 MANY_DRAWS = 20_000
 BATCH = 2_000
-# Fixed seeds: a right sampler stays above this in every case, a wrong one falls far below.
-SMALLEST_P_VALUE = 1e-3
 
 
 @functools.cache
@@ -128,23 +126,6 @@ def draw(draft, options, length, seed, draws=DRAWS, extra=1):
         accepted += sum(draft.last_stats.accepted_per_position[:1])
         offered += sum(draft.last_stats.drafted_per_position[:1])
     return counts.double(), accepted, offered
-
-
-def chi_square_p_value(counts, law):
-    """Cells that are expected less than five times are taken together."""
-    expected = law * counts.sum()
-    assert counts[law == 0].sum() == 0, "a continuation of probability zero was drawn"
-    rare = (expected < 5) & (law > 0)
-    observed, wanted = counts[expected >= 5], expected[expected >= 5]
-    if expected[rare].sum() >= 5:
-        observed = torch.cat([observed, counts[rare].sum()[None]])
-        wanted = torch.cat([wanted, expected[rare].sum()[None]])
-    else:
-        # Too rare for a cell of its own: with the smallest one.
-        smallest = int(wanted.argmin())
-        observed[smallest] += counts[rare].sum()
-        wanted[smallest] += expected[rare].sum()
-    return float(stats.chisquare(observed.numpy(), (wanted * observed.sum() / wanted.sum()).numpy()).pvalue)
 
 
 def check_joint_law(drafter, law, seed=0, draws=DRAWS):

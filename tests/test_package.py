@@ -51,6 +51,7 @@ RANKS = {
     "functional_dflash2": 1,
     "cache_dflash2": 2,
     "kernels": 2,
+    "ranks": 2,
     "fused_modules": 3,
     "modeling_dflash2": 3,
     "quantization": 3,

@@ -115,11 +115,12 @@ class DraftSession:
             uniforms=torch.zeros(batch, slots, device=device)
             if greedy is True
             else torch.rand(batch, slots, device=device),
+            select=self.adapter.projection.select,
         )
         usable = proposal.usable[:, None]
         tokens = torch.where(usable, proposal.tokens, anchor_ids[:, None])
         q = torch.where(usable[..., None], proposal.q, 0.0)
-        return DFlash2Proposal(tokens, proposal.candidate_ids, q, proposal.usable)
+        return DFlash2Proposal(*self.adapter.ranks.agree(tokens, proposal.candidate_ids, q, proposal.usable))
 
 
 class DFlash2CandidateGenerator(CandidateGenerator):

@@ -235,6 +235,51 @@ def must_synchronise_ranks(target) -> bool:
     return is_deepspeed_zero3_enabled() or is_fsdp_managed_module(target)
 
 
+def tensor_parallel_mesh(target):
+    """The one-dimensional device mesh over which weights of a target are sharded, `None` for a whole one."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    for parameter in target.parameters():
+        if isinstance(parameter, DTensor):
+            return parameter.device_mesh
+    return None
+
+
+def embedding_rows(weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """Rows of an embedding matrix, which may be spread over ranks."""
+    if type(weight) is torch.nn.Parameter:
+        return torch.nn.functional.embedding(token_ids, weight)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(weight, DTensor):
+        return torch.nn.functional.embedding(token_ids, weight)
+    everywhere = DTensor.from_local(token_ids, weight.device_mesh, [Replicate()], run_check=False)
+    return torch.nn.functional.embedding(everywhere, weight).full_tensor()
+
+
+def vocabulary_shard(head: torch.nn.Module) -> int | None:
+    """
+    Token id of this rank's first row of an output head, `None` unless the head's rows are spread over ranks.
+
+    Only a dense linear layer counts, one whose forward the host has wrapped and nobody else: then its scores are rows
+    times input. Any other head gathers the scores of the whole vocabulary in its own forward.
+    """
+    if type(head) is not torch.nn.Linear or hasattr(head, "quantization_scheme"):
+        return None
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    from torch.distributed.tensor import DTensor, Shard
+
+    weight = head.weight
+    if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
+        return None
+    rows, mesh = weight.shape[0], weight.device_mesh
+    # As `torch.chunk` deals them out.
+    return min(mesh.get_local_rank() * -(-rows // mesh.size()), rows)
+
+
 __all__ = [
     "CACHE_KEY",
     "STATIC_CACHE_IMPLEMENTATIONS",
@@ -243,6 +288,7 @@ __all__ = [
     "cache_states",
     "crop_attention",
     "crop_attention_to",
+    "embedding_rows",
     "get_cache",
     "has_active_hooks",
     "layer_states",
@@ -254,5 +300,7 @@ __all__ = [
     "set_layer_content",
     "set_past_recording",
     "sliding_window_of",
+    "tensor_parallel_mesh",
     "unsupported_cache_layer",
+    "vocabulary_shard",
 ]

@@ -214,6 +214,7 @@ class SpeculativeDecoding:
     ):
         self.target, self.draft = target, draft
         self.adapter = TargetAdapter(target, draft.config)
+        self.ranks = self.adapter.ranks
         self.processors, self.criteria = logits_processor, stopping_criteria
         self.config, self.streamer, self.model_kwargs = generation_config, streamer, model_kwargs
         self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
@@ -314,8 +315,11 @@ class SpeculativeDecoding:
                 cache = compat.get_cache(self.model_kwargs)
                 compat.set_past_recording(cache, True)
                 while not all(self.finished):
+                    self.ranks.check()
                     self._round(tap)
-        except BaseException:
+                self.ranks.check()
+        except BaseException as error:
+            self.ranks.report(error)
             self._take_back_unfinished_round()
             raise
         finally:
@@ -361,7 +365,7 @@ class SpeculativeDecoding:
         with self._timer("prefill"):
             cache = compat.get_cache(self.model_kwargs)
             prompt_ids = self.ids[:, : self.prompt_columns]
-            with tap.listen():
+            with tap.listen(), self.ranks.left_to_host():
                 outputs = compat.prefill(self.target, prompt_ids, self.config, self.model_kwargs)
             self.stats.target_passes += 1
             cache = compat.get_cache(self.model_kwargs)
@@ -451,7 +455,8 @@ class SpeculativeDecoding:
         """Run `(batch, block)` ids through the target behind rows that have `new[row]` tokens."""
         inputs = compat.block_inputs(self.target, block_ids, self._block_kwargs(block_ids.shape[1], new))
         self.stats.target_passes += 1
-        return self.target(**inputs, return_dict=True)
+        with self.ranks.left_to_host():
+            return self.target(**inputs, return_dict=True)
 
     def _block_kwargs(self, block: int, new: list[int]) -> dict[str, Any]:
         kwargs = dict(self.model_kwargs)
@@ -569,7 +574,7 @@ class SpeculativeDecoding:
         parts = [accepted[:, None], following]
         if proposal is not None:
             parts += [proposal.usable[:, None].long(), proposal.tokens]
-        return torch.cat(parts, dim=1)
+        return self.ranks.agree(torch.cat(parts, dim=1))[0]
 
     @staticmethod
     def _committed_tokens(decision: torch.Tensor) -> torch.Tensor:
@@ -602,6 +607,8 @@ class SpeculativeDecoding:
             scores = self.processors(self.ids[:, : self.prompt_columns + length], raw)
             offered = [row in group and usable[row] and index[row] < slots for row in range(self.batch_size)]
             tokens, agreed = self._choose(scores, proposal, at.to(self.device), offered)
+            if self.ranks.size > 1:
+                tokens, agreed = (t.tolist() for t in self.ranks.agree(torch.tensor(tokens), torch.tensor(agreed)))
             for row in group:
                 if self._wants_steps:
                     self._record(row, index[row], verified, scores=scores[row], raw=kept_raw[row])
@@ -676,7 +683,7 @@ class SpeculativeDecoding:
         for row in rows:
             self.new[row] += 1
         if self.mode == "lockstep":
-            done = self.criteria(self.ids[:, : length + 1], self._scores_so_far())
+            done = self.ranks.agree(self.criteria(self.ids[:, : length + 1], self._scores_so_far()))[0]
             for row, is_done in enumerate(done.tolist()):
                 self.finished[row] = self.finished[row] or is_done
         else:
@@ -698,8 +705,9 @@ class SpeculativeDecoding:
             else:
                 # The host's own rules do not look at scores.
                 scores = None if type(criterion) in _ROW_CRITERIA else self._scores_so_far()
-                result = criterion(self.ids[row : row + 1, :length], scores)
-                done = done or bool(result.all() if isinstance(result, torch.Tensor) else result)
+                result = torch.as_tensor(criterion(self.ids[row : row + 1, :length], scores)).all()
+                # Clocks, and whatever else a rule may look at, differ between ranks.
+                done = bool(self.ranks.agree(result)[0]) or done
         return done
 
     # ------------------------------------------------------------------------------------------------ commit

@@ -34,6 +34,7 @@ __all__ = [
     "is_compressed_tensors_available",
     "is_flashinfer_available",
     "is_torch_version",
+    "is_torchao_available",
     "is_transformers_version",
     "is_triton_available",
     "require",
@@ -54,6 +55,7 @@ _OPTIONAL_PACKAGES = {
     "bitsandbytes": _OptionalPackage("bitsandbytes", ("bitsandbytes",), "0.46.1"),
     "compressed-tensors": _OptionalPackage("compressed_tensors", ("compressed-tensors",), "0.15"),
     "flashinfer": _OptionalPackage("flashinfer", ("flashinfer-python",), "0.6.8"),
+    "torchao": _OptionalPackage("torchao", ("torchao",), "0.15"),
     "triton": _OptionalPackage(
         "triton", ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"), "3.4"
     ),
@@ -86,7 +88,7 @@ def unavailable_reason(name: str) -> str | None:
     Args:
         name (`str`):
             Name of one of this package's extras: `"accelerate"`, `"bitsandbytes"`, `"compressed-tensors"`,
-            `"flashinfer"` or `"triton"`.
+            `"flashinfer"`, `"torchao"` or `"triton"`.
 
     Returns:
         `str` or `None`: One sentence that names the package, the version floor and the install command.
@@ -143,6 +145,10 @@ def is_compressed_tensors_available() -> bool:
 def is_flashinfer_available() -> bool:
     """True when flashinfer can be imported; its kernels need a CUDA device besides and refuse CPU tensors."""
     return unavailable_reason("flashinfer") is None
+
+
+def is_torchao_available() -> bool:
+    return unavailable_reason("torchao") is None
 
 
 def is_triton_available() -> bool:

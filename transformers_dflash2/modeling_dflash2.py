@@ -22,6 +22,7 @@ sublayer and a selector that walks one path through the best candidates of every
 Parameter names are those of the public checkpoints.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +39,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.quantizers import AutoQuantizationConfig
 
 from .cache_dflash2 import DFlash2ContextCache
 from .configuration_dflash2 import DFlash2Config
@@ -62,6 +64,10 @@ CHECKPOINT_KEY_MAPPING = {
 
 # Tensors of other frameworks that carry no information a drafter uses.
 _IGNORED_CHECKPOINT_KEYS = ("rotary_emb.inv_freq", "t2d")
+
+# Layers that stay dense in a quantised drafter, as patterns from the start of a name. They hold a few percent of the
+# weights, and everything a drafter adds to a row-wise guess goes through them.
+_DENSE_MODULES = (r".*\.kernel_projection", r".*\.hidden_projection")
 
 # What a tensor we cannot honour means, for the error message.
 _UNSUPPORTED_CHECKPOINT_KEYS = {
@@ -300,6 +306,12 @@ class DFlash2PreTrainedModel(PreTrainedModel):
     _supports_flash_attn = False
     _supports_flex_attn = False
 
+    def get_input_embeddings(self) -> None:
+        """None: blocks are embedded with the target's table."""
+
+    def get_output_embeddings(self) -> None:
+        """None: candidates are scored by the target's head."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -427,6 +439,9 @@ class DFlash2DraftModel(DFlash2Model):
         Load a public checkpoint, strictly: every tensor of the model must be in the file and every tensor of the file
         must be understood.
 
+        A `quantization_config` quantises the drafter's linear layers except those of the convolutions and the
+        selector, which keep the drafter's dtype.
+
         Args:
             pretrained_model_name_or_path (`str` or `os.PathLike`): Hub id or folder.
             allow_fp16 (`bool`, *optional*, defaults to `False`):
@@ -438,6 +453,8 @@ class DFlash2DraftModel(DFlash2Model):
         """
         if not allow_fp16 and _names_fp16(kwargs.get("dtype", kwargs.get("torch_dtype"))):
             raise ValueError(_fp16_message("dtype=torch.float16"))
+        if kwargs.get("quantization_config") is not None:
+            kwargs["quantization_config"] = _keep_dense_modules(kwargs["quantization_config"])
         wants_info = kwargs.pop("output_loading_info", False)
         kwargs["key_mapping"] = {**CHECKPOINT_KEY_MAPPING, **(kwargs.pop("key_mapping", None) or {})}
         # Misshapen tensors are reported below with the rest, instead of failing one at a time.
@@ -449,6 +466,9 @@ class DFlash2DraftModel(DFlash2Model):
         model.allow_fp16 = allow_fp16
         # `save_pretrained` undoes renames that happened on the way in; the public names are the ones to write.
         model._weight_conversions = None
+        if model._forward_pre_hooks:
+            # Some libraries unpack their layers when a model's forward is called first; drafting begins elsewhere.
+            model(model.norm.weight.new_zeros(1, 1, model.config.hidden_size), torch.zeros(1, 1, dtype=torch.long))
         return (model, info) if wants_info else model
 
     def propose(
@@ -460,6 +480,7 @@ class DFlash2DraftModel(DFlash2Model):
         temperatures: torch.Tensor,
         greedy_mask: torch.Tensor,
         uniforms: torch.Tensor,
+        select: Callable[..., tuple[torch.Tensor, torch.Tensor]] = top_candidates,
     ) -> DFlash2Proposal:
         """
         Turn final rows of the mask slots into drafted tokens.
@@ -472,6 +493,8 @@ class DFlash2DraftModel(DFlash2Model):
             temperatures (`torch.Tensor` of shape `(batch,)`): The request's temperatures.
             greedy_mask (`torch.BoolTensor` of shape `(batch,)`): Rows that draft greedily.
             uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, one per sampled token.
+            select (`Callable`, *optional*): Takes the candidates out of what `head` returns, as
+                [`functional_dflash2.top_candidates`] does; another one goes with a head that is spread over ranks.
 
         Returns:
             [`DFlash2Proposal`].
@@ -481,7 +504,7 @@ class DFlash2DraftModel(DFlash2Model):
         # A v1 drafter fills its slots independently; sampling them so gives incoherent blocks. It proposes the most
         # likely token of each slot, and says so with a one-hot q.
         top_k = config.selector_top_k if self.candidate_selector is not None else 1
-        unary, candidate_ids = top_candidates(
+        unary, candidate_ids = select(
             logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
         )
         if self.candidate_selector is None:
@@ -494,6 +517,18 @@ class DFlash2DraftModel(DFlash2Model):
             broken = q.isnan().any(dim=-1)
         usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
         return DFlash2Proposal(tokens, candidate_ids, q, usable)
+
+
+def _keep_dense_modules(quantization_config):
+    """A copy of a quantization config, or of the dict that stands for one, that leaves `_DENSE_MODULES` alone."""
+    if isinstance(quantization_config, dict):
+        quantization_config = AutoQuantizationConfig.from_dict(quantization_config)
+    quantization_config = copy.deepcopy(quantization_config)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if hasattr(quantization_config, name):
+            listed = getattr(quantization_config, name) or []
+            setattr(quantization_config, name, [*listed, *_DENSE_MODULES])
+    return quantization_config
 
 
 def _names_fp16(dtype) -> bool:

@@ -490,6 +490,8 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     reason = unsupported_model_reason(target)
     if reason is not None:
         return reason
+    if decoding.ranks.size > 1:
+        return f"the target is spread over {decoding.ranks.size} processes"
     config = target.config.get_text_config(decoder=True)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and config._attn_implementation == "sdpa":

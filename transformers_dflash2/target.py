@@ -25,7 +25,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from . import compat
 from .configuration_dflash2 import DFlash2Config
+from .quantization import HeadProjection, ShardedHeadProjection, move_to
+from .ranks import Ranks
 
 
 class FeatureTap:
@@ -120,6 +123,12 @@ class TargetAdapter:
             hidden_size=text_config.hidden_size,
             vocab_size=self.candidate_limit,
         )
+        self.ranks = Ranks(target)
+        first_id = compat.vocabulary_shard(self.head)
+        if first_id is None:
+            self.projection = HeadProjection(self.head, self.candidate_limit)
+        else:
+            self.projection = ShardedHeadProjection(self.head, self.candidate_limit, first_id, self.ranks)
         self._tapped = [self.layers[index] for index in config.target_layer_ids]
 
     @contextmanager
@@ -149,9 +158,9 @@ class TargetAdapter:
         Returns:
             `torch.Tensor` of shape `(batch, block, target_hidden_size)` in the target's dtype.
         """
-        token_ids = _move_for(self.embedding, token_ids)
+        token_ids = move_to(self.embedding, token_ids)
         if self._rows_are_changed:
-            return nn.functional.embedding(token_ids, self.embedding.weight)
+            return compat.embedding_rows(self.embedding.weight, token_ids)
         return self.embedding(token_ids)
 
     def logits(self, hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,13 +172,10 @@ class TargetAdapter:
             dtype (`torch.dtype`): The dtype of the target's own hidden states.
 
         Returns:
-            `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`.
+            `torch.Tensor` of shape `(batch, slots, head_rows)` on the device of `hidden`; of a head that is spread
+            over ranks, the rows of this one.
         """
-        logits = self.head(_move_for(self.head, hidden).to(dtype))
-        if logits.shape[-1] > self.candidate_limit:
-            excluded = torch.arange(logits.shape[-1], device=logits.device) >= self.candidate_limit
-            logits = logits.masked_fill(excluded, -torch.inf)
-        return logits.to(hidden.device)
+        return self.projection(hidden, dtype)
 
 
 def _find_layers(target, text_config) -> nn.ModuleList:
@@ -187,13 +193,6 @@ def _find_layers(target, text_config) -> nn.ModuleList:
 def _real_vocab_size(text_config) -> int:
     unpadded = getattr(text_config, "unpadded_vocab_size", None)
     return text_config.vocab_size if unpadded is None else unpadded
-
-
-def _move_for(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Bring inputs to where a module computes. An offloaded one, with weights on the meta device, does it alone."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        return inputs if tensor.device.type == "meta" else inputs.to(tensor.device)
-    return inputs
 
 
 __all__ = ["FeatureTap", "TargetAdapter"]
