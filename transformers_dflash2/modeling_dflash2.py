@@ -411,6 +411,8 @@ class DFlash2DraftModel(DFlash2Model):
 
     # `generate` hands an assistant to this library when its class carries this mark.
     is_dflash2_assistant = True
+    # The host's `push_to_hub` takes no further arguments for `save_pretrained`.
+    _pushes_code = False
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
@@ -450,6 +452,61 @@ class DFlash2DraftModel(DFlash2Model):
         # `save_pretrained` undoes renames that happened on the way in; the public names are the ones to write.
         model._weight_conversions = None
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory, *args, include_code: bool | None = None, **kwargs):
+        """
+        Write the drafter in the public checkpoint format.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write.
+            include_code (`bool`, *optional*):
+                Whether to write the code as well, so that `AutoModel.from_pretrained(folder, trust_remote_code=True)`
+                and `generate(custom_generate=folder, trust_remote_code=True)` work where this package is not
+                installed. By default the code is written if the drafter was loaded with such code.
+            args, kwargs: As for [`~transformers.PreTrainedModel.save_pretrained`].
+
+        Raises:
+            `ValueError`: `include_code` together with `push_to_hub=True`; use [`push_to_hub`].
+        """
+        from .hub import AUTO_MAP, write_remote_code
+
+        if include_code is None:
+            include_code = self._pushes_code or self._auto_class is not None
+        if include_code and kwargs.get("push_to_hub"):
+            raise ValueError(
+                "include_code=True with push_to_hub=True: call draft.push_to_hub(repo, include_code=True)."
+            )
+        before = getattr(self.config, "auto_map", None)
+        # An entry like `org/repo--module.Class` finds its code in another repository.
+        elsewhere = {name: place for name, place in (before or {}).items() if "--" in place}
+        self._set_auto_map(AUTO_MAP if include_code else elsewhere)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            if include_code:
+                write_remote_code(save_directory)
+        finally:
+            self._set_auto_map(before)
+
+    def _set_auto_map(self, auto_map: dict[str, str] | None) -> None:
+        if auto_map:
+            self.config.auto_map = dict(auto_map)
+        else:
+            self.config.__dict__.pop("auto_map", None)
+
+    def push_to_hub(self, repo_id: str, *args, include_code: bool = False, **kwargs) -> str:
+        """
+        Upload the drafter.
+
+        Args:
+            repo_id (`str`): Repository to upload to.
+            include_code (`bool`, *optional*, defaults to `False`): As for [`save_pretrained`].
+            args, kwargs: As for [`~transformers.PreTrainedModel.push_to_hub`].
+        """
+        self._pushes_code = include_code
+        try:
+            return super().push_to_hub(repo_id, *args, **kwargs)
+        finally:
+            self._pushes_code = False
 
     def propose(
         self,
