@@ -63,6 +63,14 @@ CHECKPOINT_KEY_MAPPING = {
 # Tensors of other frameworks that carry no information a drafter uses.
 _IGNORED_CHECKPOINT_KEYS = ("rotary_emb.inv_freq", "t2d")
 
+# Frozen copies of the target's weights that Speculators stores with a drafter. The target's own are used.
+SPECULATORS_VERIFIER_KEYS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)
+
 # What a tensor we cannot honour means, for the error message.
 _UNSUPPORTED_CHECKPOINT_KEYS = {
     "lm_head": "an output head of the drafter's own",
@@ -445,7 +453,7 @@ class DFlash2DraftModel(DFlash2Model):
         # Misshapen tensors are reported below with the rest, instead of failing one at a time.
         kwargs.setdefault("ignore_mismatched_sizes", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        _check_loading(pretrained_model_name_or_path, info)
+        _check_loading(pretrained_model_name_or_path, info, model.config)
         if not allow_fp16 and model.dtype == torch.float16:
             raise ValueError(_fp16_message("the checkpoint's dtype, float16"))
         model.allow_fp16 = allow_fp16
@@ -564,8 +572,11 @@ def _fp16_message(what: str) -> str:
     )
 
 
-def _check_loading(name, info: dict) -> None:
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(_IGNORED_CHECKPOINT_KEYS))
+def _check_loading(name, info: dict, config: DFlash2Config) -> None:
+    ignored = _IGNORED_CHECKPOINT_KEYS
+    if hasattr(config, "speculators_model_type"):
+        ignored += SPECULATORS_VERIFIER_KEYS
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(ignored))
     for key in unexpected:
         for part, meaning in _UNSUPPORTED_CHECKPOINT_KEYS.items():
             if part in key.split("."):
@@ -589,6 +600,7 @@ def _check_loading(name, info: dict) -> None:
 
 __all__ = [
     "CHECKPOINT_KEY_MAPPING",
+    "SPECULATORS_VERIFIER_KEYS",
     "DFlash2CandidateSelector",
     "DFlash2DraftModel",
     "DFlash2Model",
