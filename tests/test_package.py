@@ -50,6 +50,7 @@ PUBLIC_NAMES = [
     "DFlash2Stats",
     "disable",
     "enable",
+    "inspect",
 ]
 
 # A module may import from modules of a lower rank only. Sub-packages have the rank of their folder.
@@ -71,7 +72,10 @@ RANKS = {
     "candidate_generator": 5,
     "generation": 6,
     "static_decoding": 7,
+    "traces": 7,
     "integration": 8,
+    "inspection": 8,
+    "trace": 9,
     "__init__": 9,
     "testing": 10,
 }
