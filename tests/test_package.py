@@ -28,7 +28,16 @@ except ImportError:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(transformers_dflash2.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
-HUB_FILES = ["cache_dflash2", "configuration_dflash2", "functional_dflash2", "modeling_dflash2"]
+# Those of the model; tests/test_hub.py looks at everything that travels.
+HUB_FILES = [
+    "cache_dflash2",
+    "configuration_dflash2",
+    "functional_dflash2",
+    "hub",
+    "hub_generate",
+    "modeling_dflash2",
+    "pairing",
+]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 PUBLIC_NAMES = [
@@ -41,25 +50,33 @@ PUBLIC_NAMES = [
     "DFlash2Stats",
     "disable",
     "enable",
+    "inspect",
 ]
 
 # A module may import from modules of a lower rank only. Sub-packages have the rank of their folder.
 RANKS = {
+    "hub_generate": 0,
+    "pairing": 0,
     "import_utils": 0,
     "compat": 1,
     "configuration_dflash2": 1,
     "functional_dflash2": 1,
+    "hub": 1,
     "cache_dflash2": 2,
     "kernels": 2,
     "ranks": 2,
     "fused_modules": 3,
     "modeling_dflash2": 3,
     "quantization": 3,
+    "conversion": 4,
     "target": 4,
     "candidate_generator": 5,
     "generation": 6,
     "static_decoding": 7,
+    "traces": 7,
     "integration": 8,
+    "inspection": 8,
+    "trace": 9,
     "__init__": 9,
     "testing": 10,
 }
@@ -197,7 +214,7 @@ def test_hub_files_import_each_other_only(module):
             assert ast.dump(node) in in_try, f"line {node.lineno}: an absolute import of the package belongs in a try"
     # What the Hub loader insists on having installed.
     needed = {name.split(".")[0] for name in get_imports(PACKAGE / f"{module}.py")}
-    assert needed - set(sys.stdlib_module_names) <= {"torch", "transformers"}
+    assert needed - set(sys.stdlib_module_names) <= {"torch", "transformers", "huggingface_hub"}
 
 
 def test_hub_files_work_without_the_package(tmp_path, monkeypatch):

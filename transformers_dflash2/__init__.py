@@ -16,6 +16,7 @@
 from .candidate_generator import DFlash2CandidateGenerator
 from .configuration_dflash2 import DFlash2Config
 from .generation import DFlash2GenerateDecoderOnlyOutput, DFlash2Stats
+from .inspection import inspect
 from .integration import disable, enable
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Model, DFlash2PreTrainedModel
 
@@ -34,4 +35,5 @@ __all__ = [
     "DFlash2Stats",
     "disable",
     "enable",
+    "inspect",
 ]

@@ -36,6 +36,8 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .pairing import base_model_from_card
+
 
 # `None`: the family follows from `selector_rank`.
 _FAMILY_BY_ARCHITECTURE = {
@@ -912,6 +914,14 @@ class DFlash2Config(PreTrainedConfig):
     def _public_attributes(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key[0] != "_"}
 
+    @property
+    def trained_for(self) -> str | None:
+        """
+        Name of the target that the drafter belongs to: `target_name_or_path`, the verifier of a Speculators config, or
+        the `base_model` of the model card beside the config. `None` where none of them says it.
+        """
+        return self.target_name_or_path or base_model_from_card(self._name_or_path)
+
     def validate(self) -> None:
         """Runs the checks of the constructor on the present values; [`~PreTrainedConfig.save_pretrained`] calls it."""
         with warnings.catch_warnings():
@@ -984,7 +994,11 @@ class DFlash2Config(PreTrainedConfig):
             revision=revision,
         )
         config_dict, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        return cls.from_dict(config_dict, **kwargs)
+        loaded = cls.from_dict(config_dict, **kwargs)
+        # Where the model card is; `from_dict` may return unused arguments as well.
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config.name_or_path = str(pretrained_model_name_or_path)
+        return loaded
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):

@@ -149,13 +149,17 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "model_kwargs": model_kwargs,
         }
         if wants_static:
-            # Kernels, and triton with them, are loaded by those who ask for this tempo only.
-            from .static_decoding import StaticDecoding, static_ineligible_reason
-
-            decoding = StaticDecoding(model, draft, input_ids, **call)
-            reason = static_ineligible_reason(decoding)
-            if reason is None:
-                return decoding.run()
+            # Kernels, and triton with them, are loaded by those who ask for this tempo only. They do not travel with
+            # a drafter's remote code.
+            try:
+                from .static_decoding import StaticDecoding, static_ineligible_reason
+            except ImportError as error:
+                reason = f"it needs the package transformers_dflash2 with its kernels ({error})"
+            else:
+                decoding = StaticDecoding(model, draft, input_ids, **call)
+                reason = static_ineligible_reason(decoding)
+                if reason is None:
+                    return decoding.run()
             _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
         return SpeculativeDecoding(model, draft, input_ids, **call).run()
 

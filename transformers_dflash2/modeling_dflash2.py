@@ -68,6 +68,13 @@ _IGNORED_CHECKPOINT_KEYS = ("rotary_emb.inv_freq", "t2d")
 # Layers that stay dense in a quantised drafter, as patterns from the start of a name. They hold a few percent of the
 # weights, and everything a drafter adds to a row-wise guess goes through them.
 _DENSE_MODULES = (r".*\.kernel_projection", r".*\.hidden_projection")
+# Frozen copies of the target's weights that Speculators stores with a drafter. The target's own are used.
+SPECULATORS_VERIFIER_KEYS = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)
 
 # What a tensor we cannot honour means, for the error message.
 _UNSUPPORTED_CHECKPOINT_KEYS = {
@@ -423,6 +430,8 @@ class DFlash2DraftModel(DFlash2Model):
 
     # `generate` hands an assistant to this library when its class carries this mark.
     is_dflash2_assistant = True
+    # The host's `push_to_hub` takes no further arguments for `save_pretrained`.
+    _pushes_code = False
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
@@ -460,7 +469,7 @@ class DFlash2DraftModel(DFlash2Model):
         # Misshapen tensors are reported below with the rest, instead of failing one at a time.
         kwargs.setdefault("ignore_mismatched_sizes", True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        _check_loading(pretrained_model_name_or_path, info)
+        _check_loading(pretrained_model_name_or_path, info, model.config)
         if not allow_fp16 and model.dtype == torch.float16:
             raise ValueError(_fp16_message("the checkpoint's dtype, float16"))
         model.allow_fp16 = allow_fp16
@@ -470,6 +479,61 @@ class DFlash2DraftModel(DFlash2Model):
             # Some libraries unpack their layers when a model's forward is called first; drafting begins elsewhere.
             model(model.norm.weight.new_zeros(1, 1, model.config.hidden_size), torch.zeros(1, 1, dtype=torch.long))
         return (model, info) if wants_info else model
+
+    def save_pretrained(self, save_directory, *args, include_code: bool | None = None, **kwargs):
+        """
+        Write the drafter in the public checkpoint format.
+
+        Args:
+            save_directory (`str` or `os.PathLike`): Folder to write.
+            include_code (`bool`, *optional*):
+                Whether to write the code as well, so that `AutoModel.from_pretrained(folder, trust_remote_code=True)`
+                and `generate(custom_generate=folder, trust_remote_code=True)` work where this package is not
+                installed. By default the code is written if the drafter was loaded with such code.
+            args, kwargs: As for [`~transformers.PreTrainedModel.save_pretrained`].
+
+        Raises:
+            `ValueError`: `include_code` together with `push_to_hub=True`; use [`push_to_hub`].
+        """
+        from .hub import AUTO_MAP, write_remote_code
+
+        if include_code is None:
+            include_code = self._pushes_code or self._auto_class is not None
+        if include_code and kwargs.get("push_to_hub"):
+            raise ValueError(
+                "include_code=True with push_to_hub=True: call draft.push_to_hub(repo, include_code=True)."
+            )
+        before = getattr(self.config, "auto_map", None)
+        # An entry like `org/repo--module.Class` finds its code in another repository.
+        elsewhere = {name: place for name, place in (before or {}).items() if "--" in place}
+        self._set_auto_map(AUTO_MAP if include_code else elsewhere)
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+            if include_code:
+                write_remote_code(save_directory)
+        finally:
+            self._set_auto_map(before)
+
+    def _set_auto_map(self, auto_map: dict[str, str] | None) -> None:
+        if auto_map:
+            self.config.auto_map = dict(auto_map)
+        else:
+            self.config.__dict__.pop("auto_map", None)
+
+    def push_to_hub(self, repo_id: str, *args, include_code: bool = False, **kwargs) -> str:
+        """
+        Upload the drafter.
+
+        Args:
+            repo_id (`str`): Repository to upload to.
+            include_code (`bool`, *optional*, defaults to `False`): As for [`save_pretrained`].
+            args, kwargs: As for [`~transformers.PreTrainedModel.push_to_hub`].
+        """
+        self._pushes_code = include_code
+        try:
+            return super().push_to_hub(repo_id, *args, **kwargs)
+        finally:
+            self._pushes_code = False
 
     def propose(
         self,
@@ -542,8 +606,11 @@ def _fp16_message(what: str) -> str:
     )
 
 
-def _check_loading(name, info: dict) -> None:
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(_IGNORED_CHECKPOINT_KEYS))
+def _check_loading(name, info: dict, config: DFlash2Config) -> None:
+    ignored = _IGNORED_CHECKPOINT_KEYS
+    if hasattr(config, "speculators_model_type"):
+        ignored += SPECULATORS_VERIFIER_KEYS
+    unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(ignored))
     for key in unexpected:
         for part, meaning in _UNSUPPORTED_CHECKPOINT_KEYS.items():
             if part in key.split("."):
@@ -567,6 +634,7 @@ def _check_loading(name, info: dict) -> None:
 
 __all__ = [
     "CHECKPOINT_KEY_MAPPING",
+    "SPECULATORS_VERIFIER_KEYS",
     "DFlash2CandidateSelector",
     "DFlash2DraftModel",
     "DFlash2Model",

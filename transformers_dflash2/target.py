@@ -117,12 +117,15 @@ class TargetAdapter:
         self.vocab_size = _real_vocab_size(text_config)
         # Codebooks have one row per token of the drafter's vocabulary, which may be padded otherwise.
         self.candidate_limit = min(self.vocab_size, config.vocab_size)
-        config.validate_for_target(
-            embedding_rows=getattr(self.embedding, "num_embeddings", text_config.vocab_size),
-            num_layers=len(self.layers),
-            hidden_size=text_config.hidden_size,
-            vocab_size=self.candidate_limit,
-        )
+        try:
+            config.validate_for_target(
+                embedding_rows=getattr(self.embedding, "num_embeddings", text_config.vocab_size),
+                num_layers=len(self.layers),
+                hidden_size=text_config.hidden_size,
+                vocab_size=self.candidate_limit,
+            )
+        except ValueError as error:
+            raise ValueError(f"{error} {_pairing(target, config)}") from error
         self.ranks = Ranks(target)
         first_id = compat.vocabulary_shard(self.head)
         if first_id is None:
@@ -176,6 +179,14 @@ class TargetAdapter:
             over ranks, the rows of this one.
         """
         return self.projection(hidden, dtype)
+
+
+def _pairing(target, config: DFlash2Config) -> str:
+    """Who was meant to meet whom, for the error message."""
+    given = f"{type(target).__name__} {target.name_or_path!r}" if target.name_or_path else type(target).__name__
+    trained_for = config.trained_for
+    meant = f"was trained for {trained_for!r}" if trained_for else "does not say which target it was trained for"
+    return f"The drafter {meant}; this target is {given}."
 
 
 def _find_layers(target, text_config) -> nn.ModuleList:
