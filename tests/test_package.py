@@ -28,10 +28,19 @@ except ImportError:
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(transformers_dflash2.__file__).parent
 MODULES = sorted(path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
-HUB_FILES = ["cache_dflash2", "configuration_dflash2", "functional_dflash2", "modeling_dflash2"]
+HUB_FILES = [
+    "cache_dflash2",
+    "configuration_dflash2",
+    "configuration_dspark",
+    "functional_dflash2",
+    "functional_dspark",
+    "modeling_dflash2",
+    "modeling_dspark",
+]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 PUBLIC_NAMES = [
+    "AutoDraftModel",
     "DFlash2CandidateGenerator",
     "DFlash2Config",
     "DFlash2DraftModel",
@@ -39,6 +48,8 @@ PUBLIC_NAMES = [
     "DFlash2Model",
     "DFlash2PreTrainedModel",
     "DFlash2Stats",
+    "DSparkConfig",
+    "DSparkDraftModel",
     "disable",
     "enable",
 ]
@@ -50,11 +61,15 @@ RANKS = {
     "configuration_dflash2": 1,
     "functional_dflash2": 1,
     "cache_dflash2": 2,
+    "configuration_dspark": 2,
+    "functional_dspark": 2,
     "kernels": 2,
     "fused_modules": 3,
     "modeling_dflash2": 3,
     "quantization": 3,
+    "modeling_dspark": 4,
     "target": 4,
+    "auto": 5,
     "candidate_generator": 5,
     "generation": 6,
     "static_decoding": 7,

@@ -214,7 +214,7 @@ class SpeculativeDecoding:
         self.adapter = TargetAdapter(target, draft.config)
         self.processors, self.criteria = logits_processor, stopping_criteria
         self.config, self.streamer, self.model_kwargs = generation_config, streamer, model_kwargs
-        self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
+        self.slots = draft.config.speculative_tokens if num_assistant_tokens is None else num_assistant_tokens
         self.device = input_ids.device
         self.batch_size, self.prompt_columns = input_ids.shape
         self.session = DraftSession(draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1)

@@ -183,6 +183,30 @@ class TargetAdapter:
         return logits.to(hidden.device)
 
 
+class TargetHead:
+    """
+    The target's output head as a drafter calls it: [`TargetAdapter.logits`] with the dtype filled in.
+
+    Args:
+        adapter ([`TargetAdapter`]): The target.
+        dtype (`torch.dtype`): The dtype of the target's own hidden states.
+
+    Attributes:
+        vocab_size (`int`): Ids that may be drafted, `0` to `vocab_size - 1`.
+        width_multiplier (`float`): What a target in maximal update parametrisation divides its hidden states by before
+            its head; 1 for others. The head as called here does not.
+    """
+
+    def __init__(self, adapter: TargetAdapter, dtype: torch.dtype):
+        self._adapter, self._dtype = adapter, dtype
+        self.vocab_size = adapter.candidate_limit
+        text_config = adapter.target.config.get_text_config(decoder=True)
+        self.width_multiplier = float(getattr(text_config, "logits_mup_width_multiplier", None) or 1.0)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._adapter.logits(hidden, self._dtype)
+
+
 def _recurrent_reason(target, text_config) -> str | None:
     layer_types = getattr(text_config, "layer_types", None) or []
     for layer_type in layer_types:
@@ -215,4 +239,4 @@ def _move_for(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return inputs
 
 
-__all__ = ["FeatureTap", "TargetAdapter"]
+__all__ = ["FeatureTap", "TargetAdapter", "TargetHead"]
