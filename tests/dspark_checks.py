@@ -17,9 +17,12 @@ import functools
 import math
 
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from transformers_dflash2 import DSparkConfig, DSparkDraftModel
-from transformers_dflash2.testing import read_table
+from transformers_dflash2.compat import CACHE_KEY
+from transformers_dflash2.testing import fill_table_weights, random_table, read_table
 
 
 HEADS = ("vanilla", "gated", "rnn")
@@ -96,6 +99,50 @@ def table_dspark(target, table=None, *, sharpness=30.0, d2t=None, **kwargs):
             head.joint_proj.bias.zero_()
             head.joint_proj.weight[2 * rank :, rank : 2 * rank].fill_diagonal_(20.0)
     return draft.to(target.dtype)
+
+
+class WidthScaledTarget(Qwen3ForCausalLM):
+    """
+    A dense target with the output rule of Inkling: hidden states are divided before the head, and logits past the real
+    vocabulary are cut off.
+    """
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, logits_to_keep=0, **kwargs):
+        kwargs.pop("return_dict", None)
+        outputs = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, return_dict=True, **kwargs
+        )
+        hidden = outputs.last_hidden_state[:, -logits_to_keep:] / self.config.logits_mup_width_multiplier
+        logits = self.lm_head(hidden)[..., : self.config.unpadded_vocab_size]
+        return CausalLMOutputWithPast(logits=logits, **{CACHE_KEY: outputs[CACHE_KEY]})
+
+
+def width_scaled_target(seed=0, *, multiplier=4.0, logit_scale=4.0, vocab_size=24, padded=32, table=None, mix=0.02):
+    """A table target of `vocab_size` tokens whose embedding and head have `padded` rows, the last of them loud."""
+    config = Qwen3Config(
+        vocab_size=padded,
+        unpadded_vocab_size=vocab_size,
+        logits_mup_width_multiplier=multiplier,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        target = WidthScaledTarget(config)
+    table = random_table(vocab_size, seed) if table is None else table
+    fill_table_weights(target, table, mix=mix, logit_scale=logit_scale, seed=seed + 1)
+    with torch.no_grad():
+        target.lm_head.weight[vocab_size:] = 9.0
+    target.generation_config.pad_token_id = 0
+    return target
 
 
 def exact_markov(head, hidden, base, ids, anchor, *, noise=None, temperature=1.0):
