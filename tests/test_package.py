@@ -69,6 +69,7 @@ RANKS = {
     "quantization": 3,
     "modeling_dspark": 4,
     "target": 4,
+    "verify_length": 4,
     "auto": 5,
     "candidate_generator": 5,
     "generation": 6,

@@ -116,6 +116,12 @@ class DFlash2Proposal:
     usable: torch.Tensor
     confidence: torch.Tensor | None = None
 
+    def first(self, slots: int) -> "DFlash2Proposal":
+        """The proposal without the tokens behind the first `slots`."""
+        confidence = None if self.confidence is None else self.confidence[:, :slots]
+        kept = (self.tokens[:, :slots], self.candidate_ids[:, :slots], self.q[:, :slots])
+        return DFlash2Proposal(*kept, self.usable, confidence)
+
 
 class DFlash2Attention(nn.Module):
     """Attention of the block's rows over committed context and over the block itself."""
@@ -465,6 +471,8 @@ class DFlash2DraftModel(DFlash2Model):
 
     # `generate` hands an assistant to this library when its class carries this mark.
     is_dflash2_assistant = True
+    # Whether the confidence of a proposal comes from a head that was trained to estimate acceptance.
+    has_trained_confidence = False
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)

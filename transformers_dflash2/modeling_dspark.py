@@ -168,6 +168,11 @@ class DSparkDraftModel(DFlash2DraftModel):
         self.drafts_greedily = False
         self.post_init()
 
+    @property
+    def has_trained_confidence(self) -> bool:
+        """Whether there is a confidence head; otherwise the largest probability of each slot stands in for it."""
+        return self.confidence_head is not None
+
     def block_rows(self, slots: int) -> tuple[int, int]:
         """
         As [`DFlash2DraftModel.block_rows`].
