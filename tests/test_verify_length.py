@@ -69,16 +69,14 @@ def test_calibration_follows_recent_acceptance():
     rule = VerifyLength(0.2, calibrates=True)
     confidence = torch.full((1, 4), 0.5)
     assert rule.choose(confidence, [0]) == 2
-    for _ in range(200):
+    for _ in range(20):
         rule.choose(confidence, [0])
         rule.observe(0, 4, 4)
-        rule.forget()
     assert rule.scale > 1.8 and rule.choose(confidence, [0]) == 4
-    for _ in range(200):
+    for _ in range(40):
         rule.choose(confidence, [0])
         rule.observe(0, 0, 4)
-        rule.forget()
-    assert rule.scale < 0.5 and rule.choose(confidence, [0]) == 1
+    assert rule.scale < 0.1 and rule.choose(confidence, [0]) == 1
     assert VerifyLength(0.2).scale == 1.0
 
 
@@ -89,7 +87,7 @@ def test_only_tested_slots_count():
     left.observe(0, 1, 4)
     right.choose(torch.tensor([[0.8, 0.6, 0.1, 0.2]]), [0])
     right.observe(0, 1, 4)
-    assert left.scale == right.scale == pytest.approx(9 / (8 + 1.4))
+    assert left.scale == right.scale == pytest.approx((7.2 + 1) / (7.2 + 1.4))
 
 
 # ------------------------------------------------------------------------------------------------------- in generate
@@ -154,7 +152,7 @@ def test_a_drafter_that_is_never_right_soon_drafts_one():
     wrong = table_drafter(target, broken_table(read_table(target)))
     assert_same_tokens(target, wrong, PROMPT, max_new_tokens=60, draft_kwargs=HEURISTIC)
     lengths = verified_lengths(target, wrong, new_tokens=60, **HEURISTIC)
-    assert lengths[0] == 7 and set(lengths[-25:-8]) == {1}
+    assert lengths[0] == 7 and set(lengths[-40:-8]) == {1}
 
 
 def test_a_drafter_that_is_always_right_drafts_whole_blocks():
@@ -260,7 +258,13 @@ LAW_DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", LAW_DRAFTERS)
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        pytest.param(name, marks=() if name in ("dflash2", "dspark-head") else pytest.mark.slow)
+        for name in LAW_DRAFTERS
+    ],
+)
 def test_law_with_a_length_of_its_own_for_every_row(drafter):
     """Catches a signal that knows the token it decides about."""
     make, threshold = LAW_DRAFTERS[drafter]

@@ -430,7 +430,6 @@ class SpeculativeDecoding:
         for row, count in enumerate(kept):
             if count and usable[row] and not self.finished[row]:
                 self.verify_length.observe(row, count - 1, proposal.tokens.shape[1])
-        self.verify_length.forget()
 
     def _anchors(self) -> torch.Tensor:
         if len(set(self.new)) == 1:
