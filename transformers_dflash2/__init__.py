@@ -13,12 +13,15 @@
 # limitations under the License.
 """Lossless speculative decoding with DFlash2 drafters, inside `transformers`' own `generate`."""
 
+from .auto import AutoDraftModel
 from .candidate_generator import DFlash2CandidateGenerator
 from .configuration_dflash2 import DFlash2Config
+from .configuration_dspark import DSparkConfig
 from .generation import DFlash2GenerateDecoderOnlyOutput, DFlash2Stats
 from .inspection import inspect
 from .integration import disable, enable
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Model, DFlash2PreTrainedModel
+from .modeling_dspark import DSparkDraftModel
 
 
 __version__ = "0.1.0"
@@ -26,6 +29,7 @@ __version__ = "0.1.0"
 enable()
 
 __all__ = [
+    "AutoDraftModel",
     "DFlash2CandidateGenerator",
     "DFlash2Config",
     "DFlash2DraftModel",
@@ -33,6 +37,8 @@ __all__ = [
     "DFlash2Model",
     "DFlash2PreTrainedModel",
     "DFlash2Stats",
+    "DSparkConfig",
+    "DSparkDraftModel",
     "disable",
     "enable",
     "inspect",

@@ -25,7 +25,7 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
-from .target import TargetAdapter
+from .target import TargetAdapter, TargetHead
 
 
 # What the host fills in for `num_assistant_tokens` when a call does not say.
@@ -43,7 +43,8 @@ class DraftSession:
         block_size (`int`): The longest block, anchor included.
 
     Raises:
-        `ValueError`: The drafter is in float16 and does not allow it.
+        `ValueError`: The drafter is in float16 and does not allow it, or reads scores that the target's ranks do not
+            hold in one place.
     """
 
     def __init__(self, draft: DFlash2DraftModel, adapter: TargetAdapter, *, batch_size: int, block_size: int):
@@ -52,6 +53,12 @@ class DraftSession:
                 "The drafter is in float16, whose range its hidden states exceed. Move it with "
                 "draft.to(torch.bfloat16), or set draft.allow_fp16 = True to use float16 all the same."
             )
+        if draft.reads_whole_vocabulary and adapter.projection.is_sharded:
+            raise ValueError(
+                f"A {type(draft).__name__} reads the head's scores of all tokens, and the target's head is spread over "
+                "ranks. Load the target without tp_plan, or use a DFlash2 drafter."
+            )
+        draft.validate_vocabulary(adapter.candidate_limit)
         self.draft = draft
         self.adapter = adapter
         self.device, self.dtype = draft.device, draft.dtype
@@ -80,6 +87,7 @@ class DraftSession:
         slots: int,
         temperature: float | torch.Tensor,
         greedy: bool | torch.Tensor,
+        with_confidence: bool = False,
     ) -> DFlash2Proposal:
         """
         Draft a block behind each row's anchor.
@@ -90,6 +98,7 @@ class DraftSession:
             slots (`int`): Tokens to propose.
             temperature (`float` or `torch.Tensor` of shape `(batch,)`): The request's temperature.
             greedy (`bool` or `torch.BoolTensor` of shape `(batch,)`): Whether the walk takes the best candidate.
+            with_confidence (`bool`, *optional*, defaults to `False`): Whether to estimate each token's acceptance.
 
         Returns:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
@@ -97,30 +106,34 @@ class DraftSession:
         device, config = self.device, self.draft.config
         anchor_ids, anchor_positions = anchor_ids.to(device), anchor_positions.to(device)
         batch = anchor_ids.shape[0]
-        block_ids = torch.full((batch, slots + 1), config.mask_token_id, dtype=torch.long, device=device)
+        rows, first = self.draft.block_rows(slots)
+        block_ids = torch.full((batch, rows), config.mask_token_id, dtype=torch.long, device=device)
         block_ids[:, 0] = anchor_ids
         embeds = self.adapter.embed(block_ids).to(device=device, dtype=self.dtype)
         if config.input_embedding_scale != 1.0:
             embeds = embeds * config.input_embedding_scale
-        positions = anchor_positions[:, None] + torch.arange(slots + 1, device=device)
-        hidden = self.draft(embeds, positions, self.context).last_hidden_state[:, 1:]
+        positions = anchor_positions[:, None] + torch.arange(rows, device=device)
+        hidden = self.draft(embeds, positions, self.context).last_hidden_state[:, first : first + slots]
+        head = TargetHead(self.adapter, self.target_dtype)
         proposal = self.draft.propose(
             hidden,
             anchor_ids,
-            lambda rows: self.adapter.logits(rows, self.target_dtype),
+            head,
             temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
             greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
-            # A greedy walk reads no noise, and leaves the host's random stream alone. With flags on the device the
-            # noise is drawn for all rows.
-            uniforms=torch.zeros(batch, slots, device=device)
-            if greedy is True
-            else torch.rand(batch, slots, device=device),
-            select=self.adapter.projection.select,
+            # A greedy draft leaves the host's random stream alone. With flags on the device the noise is drawn for
+            # all rows.
+            noise=None if greedy is True else self.draft.draw_noise(batch, slots, head.vocab_size),
+            with_confidence=with_confidence,
         )
         usable = proposal.usable[:, None]
         tokens = torch.where(usable, proposal.tokens, anchor_ids[:, None])
         q = torch.where(usable[..., None], proposal.q, 0.0)
-        return DFlash2Proposal(*self.adapter.ranks.agree(tokens, proposal.candidate_ids, q, proposal.usable))
+        agreed = self.adapter.ranks.agree(tokens, proposal.candidate_ids, q, proposal.usable)
+        confidence = proposal.confidence
+        if confidence is not None:
+            (confidence,) = self.adapter.ranks.agree(confidence)
+        return DFlash2Proposal(*agreed, confidence)
 
 
 class DFlash2CandidateGenerator(CandidateGenerator):
@@ -159,7 +172,7 @@ class DFlash2CandidateGenerator(CandidateGenerator):
     ):
         del logits_processor
         self._adapter = TargetAdapter(target, draft.config)
-        self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
+        self.slots = draft.config.speculative_tokens if num_assistant_tokens is None else num_assistant_tokens
         self._session = DraftSession(draft, self._adapter, batch_size=1, block_size=self.slots + 1)
         self._greedy = not generation_config.do_sample
         self._temperature = generation_config.temperature or 1.0

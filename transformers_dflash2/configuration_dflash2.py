@@ -50,8 +50,10 @@ _FAMILY_BY_ARCHITECTURE = {
 }
 _MUSE_ARCHITECTURE = "MuseGlimmerAssistantModel"
 _FAMILY_BY_SPECULATORS_TYPE = {"dflash": "dflash", "dflash2": "dflash2"}
+_FAMILY_NAMES = {"dflash": "DFlash v1", "dflash2": "DFlash2", "dspark": "DSpark"}
 # What `save_pretrained` of a model writes into `architectures`; a checkpoint keeps its own name instead.
-_MODEL_CLASS_NAMES = ("DFlash2DraftModel", "DFlash2Model")
+_MODEL_CLASS_NAMES = ("DFlash2DraftModel", "DFlash2Model", "DSparkDraftModel")
+_PUBLIC_ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
 
 # Settings of the drafter proper: nested `dflash_config` first, then flat.
 _DRAFT_KEYS = (
@@ -116,7 +118,7 @@ _CONSUMED_KEYS = (
     "partial_rotary_factor",
     "rope_dim",
 )
-_DERIVED_ATTRIBUTES = ("layer_is_causal", "draft_family")
+_DERIVED_ATTRIBUTES = ("layer_is_causal", "draft_family", "has_own_head")
 # Arguments of a call, not properties of a checkpoint.
 _CALL_KEYS = ("attn_implementation", "experts_implementation", "name_or_path", "_commit_hash")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -191,12 +193,26 @@ def _default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> 
 class _Source:
     """Looks keys up in the places where a checkpoint may keep them, and reports disagreements.
 
+    Class attributes say what differs between families of drafters; `configuration_dspark` has its own.
+
     Args:
         raw (`dict[str, Any]`):
             The keys of `config.json`.
         is_file (`bool`, *optional*, defaults to `False`):
             Whether the keys are known to come from a file.
     """
+
+    # Nested sections with the settings of the drafter; a config holds one of them.
+    section_names: tuple[str, ...] = ("dflash_config",)
+    # Of flat keys that win over the nested ones.
+    prefix: str | None = None
+    draft_keys = _DRAFT_KEYS
+    families = _FAMILY_BY_ARCHITECTURE
+    speculators_families = _FAMILY_BY_SPECULATORS_TYPE
+    # Slots of a block that propose nothing: the anchor's.
+    idle_slots = 1
+    default_block_size: int | None = _DEFAULT_BLOCK_SIZE
+    may_reduce_vocabulary = False
 
     def __init__(self, raw: dict[str, Any], is_file: bool = False):
         self.raw = raw
@@ -208,10 +224,21 @@ class _Source:
                 f"`transformer_layer_config`={raw.get('transformer_layer_config')!r} must hold the layer settings of "
                 "a Speculators config. Add the Qwen3-like layer config under this key."
             )
-        self.nested_name, self.nested = "dflash_config", self._section(raw, "dflash_config")
-        if not self.nested and self.inner:
-            self.nested_name = f"{self.inner_name}.dflash_config"
-            self.nested = self._section(self.inner, "dflash_config", self.nested_name)
+        sections = {
+            **{name: self._section(raw, name) for name in self.section_names},
+            **{
+                f"{self.inner_name}.{name}": self._section(self.inner, name, f"{self.inner_name}.{name}")
+                for name in self.section_names
+            },
+        }
+        filled = [name for name, section in sections.items() if section]
+        if len({name.split(".")[-1] for name in filled}) > 1:
+            raise ValueError(
+                f"`{filled[0]}`={sections[filled[0]]!r} and `{filled[1]}`={sections[filled[1]]!r} are two sections "
+                "for the same settings. Keep one."
+            )
+        self.nested_name = filled[0] if filled else self.section_names[0]
+        self.nested = sections[self.nested_name]
         # Settings that another format spells differently: `key -> (spelling, value)`.
         self.translated: dict[str, tuple[str, Any]] = {}
         architectures = raw.get("architectures") or self.inner.get("architectures") or []
@@ -250,6 +277,9 @@ class _Source:
             (key, self.raw.get(key)),
             (f"{self.inner_name}.{key}", self.inner.get(key)),
         ]
+        if self.prefix is not None:
+            prefixed = self.prefixed(key)
+            places.insert(0, (prefixed, self.raw.get(prefixed)))
         if key in self.translated:
             places.append(self.translated[key])
         if not (key in _NULLABLE_DRAFT_KEYS and key in self.nested):
@@ -257,6 +287,17 @@ class _Source:
         if places:
             return self._pick(places)
         return key, _MUSE_DEFAULTS.get(key) if self.is_muse else None
+
+    @classmethod
+    def prefixed(cls, key: str) -> str:
+        """The flat spelling of a drafter setting that wins over the nested one."""
+        return f"{cls.prefix}{key}"
+
+    @classmethod
+    def own_keys(cls) -> set[str]:
+        """Top-level keys that hold settings of the drafter."""
+        prefixed = set() if cls.prefix is None else {cls.prefixed(key) for key in cls.draft_keys}
+        return {*cls.draft_keys, *cls.section_names, *prefixed}
 
     def given(self, key: str) -> list[tuple[str, Any]]:
         """The places that hold a decoder setting, the first one being the one that counts."""
@@ -283,11 +324,14 @@ class _Source:
 def _read_speculators(source: _Source) -> None:
     raw = source.raw
     kind = raw["speculators_model_type"]
-    if kind not in _FAMILY_BY_SPECULATORS_TYPE:
+    if kind not in source.speculators_families:
         raise ValueError(
-            f"`speculators_model_type`={kind!r} is not supported here. Use a drafter of type 'dflash' or 'dflash2'."
+            f"`speculators_model_type`={kind!r} is not supported here. {_other_class_hint('dspark' in str(kind))} "
+            f"Types read here: {', '.join(map(repr, source.speculators_families))}."
         )
-    if _bool("sample_from_anchor", raw.get("sample_from_anchor") or False, "Set it to false or remove it."):
+    if source.idle_slots and _bool(
+        "sample_from_anchor", raw.get("sample_from_anchor") or False, "Set it to false or remove it."
+    ):
         raise ValueError(
             "`sample_from_anchor`=True is not supported: rows of a DFlash drafter predict the token at their own "
             "position. Set it to false, or use a drafter trained without it."
@@ -307,33 +351,36 @@ def _read_speculators(source: _Source) -> None:
     if methods and isinstance(methods[0], dict) and methods[0].get("speculative_tokens") is not None:
         name = "speculators_config.proposal_methods[0].speculative_tokens"
         count = _int(name, methods[0]["speculative_tokens"], 0, "Give the number of proposed tokens per round.")
-        source.translated["block_size"] = (f"{name} plus one", count + 1)
+        source.translated["block_size"] = (f"{name} plus {source.idle_slots}", count + source.idle_slots)
     non_causal = raw.get("sliding_window_non_causal")
     non_causal = True if non_causal is None else _bool("sliding_window_non_causal", non_causal, "Set it to true.")
     source.translated["causal"] = ("not sliding_window_non_causal", not non_causal)
 
 
+def _other_class_hint(is_dspark: bool) -> str:
+    if is_dspark:
+        return "It is a DSpark drafter: load it with DSparkDraftModel, or any drafter with AutoDraftModel."
+    return "Load a DFlash or DFlash2 drafter with DFlash2DraftModel, or any drafter with AutoDraftModel."
+
+
 def _read_family(source: _Source, selector_rank: int) -> str:
     architecture = source.architecture
-    if architecture is not None and ("DSpark" in architecture or "Laguna" in architecture):
-        kind = (
-            "DSpark drafters" if "DSpark" in architecture else "Laguna drafters (gated attention, per-feature norms)"
-        )
-        supported = ", ".join(name for name in _FAMILY_BY_ARCHITECTURE if name != "DFlash2Model")
-        raise ValueError(
-            f"`architectures`={[architecture]!r}: {kind} are not supported here. Use a DFlash or DFlash2 drafter of "
-            f"the same target; supported architectures: {supported}."
-        )
     if source.is_speculators:
-        return _FAMILY_BY_SPECULATORS_TYPE[source.raw["speculators_model_type"]]
-    if architecture is not None and architecture not in _FAMILY_BY_ARCHITECTURE:
-        supported = ", ".join(name for name in _FAMILY_BY_ARCHITECTURE if name != "DFlash2Model")
+        return source.speculators_families[source.raw["speculators_model_type"]]
+    if architecture is None:
+        return source.families.get(None) or ("dflash2" if selector_rank > 0 else "dflash")
+    if architecture not in source.families:
+        if "DSpark" in architecture or architecture in _FAMILY_BY_ARCHITECTURE:
+            kind = _other_class_hint("DSpark" in architecture)
+        elif "Laguna" in architecture:
+            kind = "Laguna drafters have gated attention and per-feature norms; use a drafter without them."
+        else:
+            kind = "It names no drafter. Pass the drafter's repository rather than the target's."
+        supported = ", ".join(name for name in source.families if name not in (None, "DFlash2Model"))
         raise ValueError(
-            f"`architectures`={[architecture]!r} does not name a DFlash drafter. Pass the drafter's repository rather "
-            f"than the target's; supported architectures: {supported}."
+            f"`architectures`={[architecture]!r} is not supported here. {kind} Supported architectures: {supported}."
         )
-    family = _FAMILY_BY_ARCHITECTURE.get(architecture) if architecture is not None else None
-    return family or ("dflash2" if selector_rank > 0 else "dflash")
+    return source.families[architecture] or ("dflash2" if selector_rank > 0 else "dflash")
 
 
 def _refuse_unsupported(source: _Source, vocab_size: int) -> None:
@@ -361,7 +408,8 @@ def _refuse_unsupported(source: _Source, vocab_size: int) -> None:
             "to the norm weights of the checkpoint and set the key to false."
         )
     name, value = source.layer("draft_vocab_size")
-    if value is not None and _int(name, value, 1, "Remove it.") != vocab_size:
+    is_reduced = value is not None and _int(name, value, 1, "Remove it.") != vocab_size
+    if is_reduced and not source.may_reduce_vocabulary:
         raise ValueError(
             f"`{name}`={value!r} differs from `vocab_size`={vocab_size}: drafters with a reduced vocabulary and their "
             "own head are not supported. Use a drafter over the target's full vocabulary."
@@ -526,7 +574,7 @@ def _read_taps(source: _Source, family: str, num_layers: int, num_target_layers:
     name, ids = source.draft("target_layer_ids")
     fix = "List the zero-based ids of the target layers whose outputs feed the drafter, as it was trained."
     if ids is None:
-        if family == "dflash2":
+        if family != "dflash":
             raise ValueError(f"`target_layer_ids`=None is missing from the config. {fix}")
         if num_target_layers is None and source.is_muse:
             num_target_layers = _MUSE_NUM_TARGET_LAYERS
@@ -598,11 +646,6 @@ def _read_attributes(source: _Source) -> dict[str, Any]:
     raw = source.raw
     if source.is_speculators:
         _read_speculators(source)
-    unknown = sorted(set(source.nested) - set(_DRAFT_KEYS) - set(_PROJECTOR_KEYS) - set(_ROPE_STYLE_KEYS))
-    if unknown:
-        values = ", ".join(f"`{source.nested_name}.{key}`={source.nested[key]!r}" for key in unknown)
-        _warn(f"{values}: unknown to this version and not used. Check the spelling, or remove the key.")
-
     attributes: dict[str, Any] = {}
 
     def read_size(key: str, default: int | None = None) -> int:
@@ -670,10 +713,10 @@ def _read_attributes(source: _Source) -> dict[str, Any]:
             f"`selector_rank`=0: a DFlash2 drafter ({declared!r}) has a candidate selector. Set `selector_rank` and "
             "`selector_top_k`, or declare `architectures`=['DFlashDraftModel'] if it is a DFlash v1 drafter."
         )
-    if family == "dflash" and (selector_rank or conv_kernel_size):
+    if family != "dflash2" and (selector_rank or conv_kernel_size):
         raise ValueError(
             f"`selector_rank`={selector_rank} and `conv_kernel_size`={conv_kernel_size} belong to DFlash2, but the "
-            f"config declares a DFlash v1 drafter ({declared or 'no selector'!r}). Set `architectures`="
+            f"config declares a {_FAMILY_NAMES[family]} drafter ({declared or 'no selector'!r}). Set `architectures`="
             "['DFlash2DraftModel'] with a selector, or remove these keys."
         )
     if selector_top_k > vocab_size:
@@ -689,10 +732,12 @@ def _read_attributes(source: _Source) -> dict[str, Any]:
 
     name, value = source.draft("block_size")
     if value is None:
-        value = _DEFAULT_BLOCK_SIZE
+        value = source.default_block_size
+        if value is None:
+            raise ValueError("`block_size`=None is missing. Add the block size that the drafter was trained with.")
         if source.is_checkpoint:
             _warn(f"`block_size` is missing; {value} is used. Add the block size that the drafter was trained with.")
-    attributes["block_size"] = _int(name, value, 1, "Set the anchor plus the number of proposed tokens.")
+    attributes["block_size"] = _int(name, value, 1, "Set the block size that the drafter was trained with.")
     attributes["mask_token_id"] = _read_mask_token_id(source)
     attributes["target_layer_ids"] = _read_taps(source, family, num_layers, num_target_layers)
     attributes["conv_kernel_size"], attributes["conv_group_size"] = conv_kernel_size, conv_group_size
@@ -710,6 +755,11 @@ def _read_attributes(source: _Source) -> dict[str, Any]:
         name, 1.0 if value is None else value, "Remove it, or give a factor."
     )
 
+    unknown = sorted(set(source.nested) - set(source.draft_keys) - set(_PROJECTOR_KEYS) - set(_ROPE_STYLE_KEYS))
+    if unknown:
+        values = ", ".join(f"`{source.nested_name}.{key}`={source.nested[key]!r}" for key in unknown)
+        _warn(f"{values}: unknown to this version and not used. Check the spelling, or remove the key.")
+
     _refuse_unsupported(source, vocab_size)
     attributes["layer_is_causal"] = layer_is_causal
     attributes["draft_family"] = family
@@ -724,12 +774,14 @@ def _read_attributes(source: _Source) -> dict[str, Any]:
     return attributes
 
 
-def _public_form(raw: dict[str, Any], attributes: dict[str, Any]) -> dict[str, Any]:
+def _public_form(
+    raw: dict[str, Any], attributes: dict[str, Any], source_class: type[_Source] = _Source
+) -> dict[str, Any]:
     """The keys of the public form for a config that was put together in code."""
-    handled = {*_DRAFT_KEYS, *_LAYER_KEYS, *_TOP_KEYS, *_CONSUMED_KEYS, *_MASK_TOKEN_ID_ALIASES}
+    handled = {*source_class.own_keys(), *_LAYER_KEYS, *_TOP_KEYS, *_CONSUMED_KEYS, *_MASK_TOKEN_ID_ALIASES}
     public = {key: value for key, value in raw.items() if key not in handled}
     is_dflash2 = attributes["draft_family"] == "dflash2"
-    public["architectures"] = raw.get("architectures") or ["DFlash2DraftModel" if is_dflash2 else "DFlashDraftModel"]
+    public["architectures"] = raw.get("architectures") or [_PUBLIC_ARCHITECTURES[attributes["draft_family"]]]
     public["model_type"] = "qwen3"
     for key in _LAYER_KEYS:
         public[key] = attributes[key]
@@ -747,7 +799,8 @@ def _public_form(raw: dict[str, Any], attributes: dict[str, Any]) -> dict[str, A
         public["target_name_or_path"] = attributes["target_name_or_path"]
 
     nested = {key: raw[key] for key in ("causal", "use_swa", "swa_window_size") if raw.get(key) is not None}
-    nested.update(raw.get("dflash_config") or {})
+    for section in source_class.section_names:
+        nested.update(raw.get(section) or {})
     nested.pop("num_target_layers", None)
     for key in ("block_size", "mask_token_id", "target_layer_ids"):
         nested[key] = attributes[key]
@@ -761,7 +814,7 @@ def _public_form(raw: dict[str, Any], attributes: dict[str, Any]) -> dict[str, A
     ):
         if attributes[key] != neutral or key in nested:
             nested[key] = attributes[key]
-    public["dflash_config"] = nested
+    public[source_class.section_names[0]] = nested
     return copy.deepcopy(public)
 
 
@@ -876,18 +929,22 @@ class DFlash2Config(PreTrainedConfig):
     model_type = "dflash2"
     # Sizes have no sensible default, so the host must not build an empty instance to compare with.
     has_no_defaults_at_init = True
+    # How the keys of the family are spelled, and how they are read and written.
+    _source_class = _Source
+    _read = staticmethod(_read_attributes)
+    _form = staticmethod(_public_form)
 
     def __init__(self, dflash_config: dict[str, Any] | None = None, **kwargs):
         is_file = kwargs.pop("_is_file", False)
         raw = {key: _plain(value) for key, value in kwargs.items() if key not in _CALL_KEYS}
         if dflash_config is not None:
             raw["dflash_config"] = _plain(dflash_config)
-        source = _Source(raw, is_file)
-        attributes = _read_attributes(source)
+        source = self._source_class(raw, is_file)
+        attributes = self._read(source)
         if not source.is_checkpoint:
-            raw = _public_form(raw, attributes)
+            raw = self._form(raw, attributes)
 
-        handled = {*_DRAFT_KEYS, *_LAYER_KEYS, *_TOP_KEYS, *_CONSUMED_KEYS}
+        handled = {*source.own_keys(), *_LAYER_KEYS, *_TOP_KEYS, *_CONSUMED_KEYS}
         extra = {key: copy.deepcopy(value) for key, value in raw.items() if key not in handled and key[0] != "_"}
         if not any(extra.get(key) is not None for key in ("dtype", "torch_dtype")):
             inner_dtype = source.inner.get("dtype") or source.inner.get("torch_dtype")
@@ -899,7 +956,8 @@ class DFlash2Config(PreTrainedConfig):
 
         for key, value in attributes.items():
             setattr(self, key, value)
-        self.dflash_config = copy.deepcopy(raw.get("dflash_config"))
+        for section in source.section_names:
+            setattr(self, section, copy.deepcopy(raw.get(section)))
         self.standardize_rope_params()
         try:
             self.validate_rope()
@@ -971,6 +1029,11 @@ class DFlash2Config(PreTrainedConfig):
                 f"it to at most {vocab_size}."
             )
 
+    @property
+    def speculative_tokens(self) -> int:
+        """Tokens that a block proposes when the caller does not say: all slots but the anchor's."""
+        return self.block_size - 1
+
     @classmethod
     def from_pretrained(
         cls,
@@ -1008,7 +1071,7 @@ class DFlash2Config(PreTrainedConfig):
         changed = [
             key
             for key in config._changed_attributes()
-            if key in (*_DRAFT_KEYS, *_LAYER_KEYS, *_TOP_KEYS, "dflash_config")
+            if key in {*cls._source_class.own_keys(), *_LAYER_KEYS, *_TOP_KEYS}
         ]
         if changed:
             private = {
@@ -1033,7 +1096,7 @@ class DFlash2Config(PreTrainedConfig):
                 # Saving a model writes its class here; the checkpoint keeps the name of its own form.
                 if before or "speculators_model_type" in self._source:
                     continue
-                value = ["DFlash2DraftModel" if self.draft_family == "dflash2" else "DFlashDraftModel"]
+                value = [_PUBLIC_ARCHITECTURES[self.draft_family]]
             if key not in self._baseline or not _same(before, value):
                 changed[key] = value
         return changed
@@ -1047,7 +1110,7 @@ class DFlash2Config(PreTrainedConfig):
         """
         output = copy.deepcopy(self._source)
         changed = copy.deepcopy(self._changed_attributes())
-        for key in sorted(changed, key=lambda key: key != "dflash_config"):
+        for key in sorted(changed, key=lambda key: key not in self._source_class.section_names):
             self._write(output, key, changed[key])
         for key in self._baseline:
             if key not in self.__dict__ and key in output:
@@ -1067,8 +1130,8 @@ class DFlash2Config(PreTrainedConfig):
         return self.to_dict()
 
     def _write(self, output: dict[str, Any], key: str, value: Any) -> None:
-        source = _Source(output)
-        if key == "dflash_config":
+        source = self._source_class(output)
+        if key in source.section_names:
             if value is None:
                 output.pop(key, None)
             else:
@@ -1091,7 +1154,11 @@ class DFlash2Config(PreTrainedConfig):
 
         # Every place that has the key gets the new value, so that none disagrees afterwards.
         sections = [section for section in (source.nested, source.inner, output) if key in section]
-        if not sections and key in _DRAFT_KEYS and key != "num_target_layers" and source.nested:
+        if source.prefix is not None and source.prefixed(key) in output:
+            output[source.prefixed(key)] = copy.deepcopy(value)
+            if not sections:
+                return
+        if not sections and key in source.draft_keys and key != "num_target_layers" and source.nested:
             sections = [source.nested]
         elif not sections and key in _LAYER_KEYS and source.inner:
             sections = [source.inner]

@@ -217,6 +217,50 @@ def selector_path(
     return selector_walk(scores, candidate_ids, uniforms, temperatures, greedy_mask)
 
 
+def path_scores(
+    unary: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    projected_hidden: torch.Tensor,
+    predecessor_codebook: torch.Tensor,
+    successor_codebook: torch.Tensor,
+    predecessors: torch.Tensor,
+) -> torch.Tensor:
+    """
+    Scores of the candidates behind one given path: of the lattice, the rows that a walk really met.
+
+    Args:
+        unary, candidate_ids, projected_hidden, predecessor_codebook, successor_codebook: As of [`selector_lattice`].
+        predecessors (`torch.LongTensor` of shape `(batch, slots)`): The token before each slot.
+
+    Returns:
+        fp32 `torch.Tensor` of shape `(batch, slots, top_k)`.
+    """
+    # Each slot is the first one behind its own anchor.
+    first = (unary, candidate_ids, projected_hidden)
+    lattice = selector_lattice(
+        *(tensor.flatten(0, 1).unsqueeze(1) for tensor in first),
+        predecessor_codebook,
+        successor_codebook,
+        predecessors.flatten(),
+    )
+    return lattice[:, 0, 0].view(unary.shape)
+
+
+def largest_probability(scores: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """
+    The largest entry of each slot's law `softmax(score / T)`.
+
+    Args:
+        scores (`torch.Tensor` of shape `(batch, slots, candidates)`): Scores of the slot's candidates.
+        temperatures (`torch.Tensor` of shape `(batch,)`): fp32; values under 1e-5 count as 1e-5.
+
+    Returns:
+        fp32 `torch.Tensor` of shape `(batch, slots)`; NaN where a score is, or none is finite.
+    """
+    scaled = scores.float() / temperatures.float().clamp(min=MIN_TEMPERATURE)[:, None, None]
+    return (scaled.amax(dim=-1) - scaled.logsumexp(dim=-1)).exp()
+
+
 def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     The probability with which each token was drawn.
@@ -299,6 +343,8 @@ __all__ = [
     "accept_sampled",
     "drawn_probability",
     "grouped_conv",
+    "largest_probability",
+    "path_scores",
     "residual_distribution",
     "selector_lattice",
     "selector_path",

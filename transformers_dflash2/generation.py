@@ -61,6 +61,7 @@ from .functional_dflash2 import accept_greedy, accept_sampled, residual_distribu
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
 from .rollback import SecondPass, StateReplay, make_rollback, rollback_reason
 from .target import FeatureTap, TargetAdapter
+from .verify_length import VerifyLength
 
 
 logger = logging.getLogger("transformers_dflash2")
@@ -195,6 +196,7 @@ class SpeculativeDecoding:
         stopping_criteria ([`~transformers.StoppingCriteriaList`]): The request's rules, prepared by the host.
         generation_config ([`~transformers.GenerationConfig`]): The request's resolved configuration.
         num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default the drafter's block less one.
+        verify_length ([`VerifyLength`], *optional*): Decides how many drafted tokens are verified; by default all.
         streamer ([`~transformers.generation.BaseStreamer`], *optional*): Receives tokens as plain decoding would.
         model_kwargs (`dict`): Model inputs, prepared by the host.
     """
@@ -209,6 +211,7 @@ class SpeculativeDecoding:
         stopping_criteria: StoppingCriteriaList,
         generation_config,
         num_assistant_tokens: int | None,
+        verify_length: VerifyLength | None = None,
         streamer,
         model_kwargs: dict[str, Any],
     ):
@@ -217,7 +220,8 @@ class SpeculativeDecoding:
         self.ranks = self.adapter.ranks
         self.processors, self.criteria = logits_processor, stopping_criteria
         self.config, self.streamer, self.model_kwargs = generation_config, streamer, model_kwargs
-        self.slots = draft.config.block_size - 1 if num_assistant_tokens is None else num_assistant_tokens
+        self.verify_length = verify_length
+        self.slots = draft.config.speculative_tokens if num_assistant_tokens is None else num_assistant_tokens
         self.device = input_ids.device
         self.batch_size, self.prompt_columns = input_ids.shape
         self.session = DraftSession(draft, self.adapter, batch_size=self.batch_size, block_size=self.slots + 1)
@@ -404,11 +408,18 @@ class SpeculativeDecoding:
         room = max(self.max_length - self.prompt_columns - self.new[row] for row in unfinished)
         slots = int(min(self.slots, room - 1))
         proposal = self._draft(slots) if slots > 0 else None
+        if proposal is not None and self.verify_length is not None:
+            slots = self.verify_length.choose(
+                proposal.confidence, [row for row in range(self.batch_size) if not self.finished[row]]
+            )
+            proposal = proposal.first(slots)
         verified = self._verify(tap, proposal, slots)
         with self._timer("accept"):
             kept = self._accept(verified)
         # Before the commit, so that a streamer that raises finds a block that can be taken back.
         self._emit()
+        if proposal is not None and self.verify_length is not None:
+            self._learn_from(proposal, kept)
         with self._timer("commit"):
             features = tap.take()
             self._commit(features, verified, kept)
@@ -426,10 +437,21 @@ class SpeculativeDecoding:
                 slots=slots,
                 temperature=self.temperature,
                 greedy=not self.do_sample,
+                with_confidence=self.verify_length is not None,
             )
             return DFlash2Proposal(
-                *(t.to(self.device) for t in (proposal.tokens, proposal.candidate_ids, proposal.q, proposal.usable))
+                *(t.to(self.device) for t in (proposal.tokens, proposal.candidate_ids, proposal.q, proposal.usable)),
+                proposal.confidence,
             )
+
+    def _learn_from(self, proposal: DFlash2Proposal, kept: list[int]) -> None:
+        """Tell the verify length what became of a block. In lockstep other rows cut it, which says nothing."""
+        if self.mode == "lockstep":
+            return
+        usable = proposal.usable.tolist()
+        for row, count in enumerate(kept):
+            if count and usable[row] and not self.finished[row]:
+                self.verify_length.observe(row, count - 1, proposal.tokens.shape[1])
 
     def _anchors(self) -> torch.Tensor:
         if len(set(self.new)) == 1:

@@ -23,12 +23,14 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from transformers.generation import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
 from . import compat
 from .generation import SpeculativeDecoding
+from .verify_length import DEFAULT_THRESHOLD, VerifyLength
 
 
 logger = logging.getLogger("transformers_dflash2")
@@ -59,6 +61,10 @@ _UNSUPPORTED_OPTIONS = {
     "use_cache": (True, "use use_cache=True"),
     "token_healing": (None, "heal the prompt before the call"),
 }
+
+
+# Of `num_assistant_tokens_schedule`. What is learnt about a drafter lasts for one call under either heuristic.
+_SCHEDULES = ("constant", "heuristic", "heuristic_transient")
 
 
 def enable() -> None:
@@ -127,11 +133,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             f"num_assistant_tokens must be an integer of at least 1, got {num_assistant_tokens!r}. Leave it out to "
             "use the drafter's own block."
         )
-    if effective("num_assistant_tokens_schedule") not in (None, "constant"):
-        _report_once(
-            f"num_assistant_tokens_schedule={effective('num_assistant_tokens_schedule')!r} is not supported yet; the "
-            "draft length stays constant."
-        )
+    make_verify_length = _verify_length_of(draft, effective)
     wants_static = _wants_static(arguments, options, effective)
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
@@ -145,6 +147,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "stopping_criteria": stopping_criteria,
             "generation_config": generation_config,
             "num_assistant_tokens": num_assistant_tokens,
+            "verify_length": make_verify_length(),
             "streamer": streamer,
             "model_kwargs": model_kwargs,
         }
@@ -159,11 +162,37 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
                 decoding = StaticDecoding(model, draft, input_ids, **call)
                 reason = static_ineligible_reason(decoding)
                 if reason is None:
+                    if call["verify_length"] is not None:
+                        _report_once(
+                            'cache_implementation="static" verifies blocks of one length: '
+                            "num_assistant_tokens_schedule and assistant_confidence_threshold are not used. The "
+                            "output is the same."
+                        )
                     return decoding.run()
             _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
         return SpeculativeDecoding(model, draft, input_ids, **call).run()
 
     return original(target, **arguments, custom_generate=decode, **options)
+
+
+def _verify_length_of(draft, effective) -> Callable[[], VerifyLength | None]:
+    """What makes a call's [`VerifyLength`], from the host's own options; it makes `None` where all is verified."""
+    schedule, threshold = effective("num_assistant_tokens_schedule"), effective("assistant_confidence_threshold")
+    if schedule not in (None, *_SCHEDULES):
+        raise ValueError(
+            f"num_assistant_tokens_schedule={schedule!r} is unknown; use one of {', '.join(map(repr, _SCHEDULES))}."
+        )
+    is_number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if threshold is not None and not (is_number and 0 <= threshold <= 1):
+        raise ValueError(
+            f"assistant_confidence_threshold={threshold!r} must be a number from 0 to 1: the smallest probability of "
+            "being reached and accepted with which a drafted token is verified. 0 verifies all."
+        )
+    adapts = schedule in ("heuristic", "heuristic_transient")
+    if threshold == 0 or (threshold is None and not adapts):
+        return lambda: None
+    calibrates = adapts and not draft.has_trained_confidence
+    return lambda: VerifyLength(DEFAULT_THRESHOLD if threshold is None else threshold, calibrates=calibrates)
 
 
 def _refuse_unsupported(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:

@@ -43,7 +43,15 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from .cache_dflash2 import DFlash2ContextCache
 from .configuration_dflash2 import DFlash2Config
-from .functional_dflash2 import grouped_conv, selector_lattice, selector_path, top_candidates
+from .functional_dflash2 import (
+    grouped_conv,
+    largest_probability,
+    path_scores,
+    selector_lattice,
+    selector_path,
+    top_candidates,
+    transform_unary,
+)
 
 
 try:
@@ -76,16 +84,26 @@ SPECULATORS_VERIFIER_KEYS = (
     "verifier_norm.weight",
 )
 
-# What a tensor we cannot honour means, for the error message.
+# What a tensor we cannot honour means and what to do, for the error message.
+_SHARING_FIX = "Use a drafter that shares the target's embedding and head."
+_DSPARK_FIX = "Load it with DSparkDraftModel or AutoDraftModel."
 _UNSUPPORTED_CHECKPOINT_KEYS = {
-    "lm_head": "an output head of the drafter's own",
-    "embed_tokens": "an embedding table of the drafter's own",
-    "d2t": "a reduced draft vocabulary",
-    "mask_hidden": "a learned mask embedding",
-    "attention_sink_bias": "attention sinks",
-    "markov_head": "a DSpark Markov head",
-    "confidence_head": "a DSpark confidence head",
+    "lm_head": ("an output head of the drafter's own", _SHARING_FIX),
+    "embed_tokens": ("an embedding table of the drafter's own", _SHARING_FIX),
+    "d2t": ("a reduced draft vocabulary", "DSpark drafters may have one, of `draft_vocab_size` tokens."),
+    "mask_hidden": ("a learned mask embedding", _SHARING_FIX),
+    "attention_sink_bias": ("attention sinks", "Use a drafter without them."),
+    "markov_head": ("a DSpark Markov head", _DSPARK_FIX),
+    "confidence_head": ("a DSpark confidence head", _DSPARK_FIX),
 }
+
+
+class UnsupportedTensorError(ValueError):
+    """A checkpoint holds a tensor that its model class gives no meaning to."""
+
+    def __init__(self, message: str, key: str):
+        super().__init__(message)
+        self.key = key
 
 
 @dataclass
@@ -97,15 +115,25 @@ class DFlash2Proposal:
         tokens (`torch.LongTensor` of shape `(batch, slots)`): The drafted tokens.
         candidate_ids (`torch.LongTensor` of shape `(batch, slots, top_k)`): The tokens each slot chose from.
         q (`torch.FloatTensor` of shape `(batch, slots, top_k)`): The distribution over `candidate_ids` from which each
-            token was drawn, given the tokens before it; one-hot for a greedy choice. fp32.
+            token was drawn, given the tokens before it; one-hot for a greedy choice. fp32. A drafter whose law covers
+            its whole vocabulary has all of it for candidates.
         usable (`torch.BoolTensor` of shape `(batch,)`): `False` for a row whose pass was not finite. Its tokens are
             valid ids but must not be offered.
+        confidence (`torch.FloatTensor` of shape `(batch, slots)`, *optional*): For each slot an estimate of how likely
+            its token is accepted once all before it are. It depends on the tokens before the slot, never on its own.
     """
 
     tokens: torch.Tensor
     candidate_ids: torch.Tensor
     q: torch.Tensor
     usable: torch.Tensor
+    confidence: torch.Tensor | None = None
+
+    def first(self, slots: int) -> "DFlash2Proposal":
+        """The proposal without the tokens behind the first `slots`."""
+        confidence = None if self.confidence is None else self.confidence[:, :slots]
+        kept = (self.tokens[:, :slots], self.candidate_ids[:, :slots], self.q[:, :slots])
+        return DFlash2Proposal(*kept, self.usable, confidence)
 
 
 class DFlash2Attention(nn.Module):
@@ -294,6 +322,38 @@ class DFlash2CandidateSelector(nn.Module):
             *walk_arguments,
         )
 
+    def confidence(
+        self,
+        hidden: torch.Tensor,
+        unary: torch.Tensor,
+        candidate_ids: torch.Tensor,
+        anchor_ids: torch.Tensor,
+        tokens: torch.Tensor,
+        temperatures: torch.Tensor,
+    ) -> torch.Tensor:
+        """
+        The largest probability in the law of each slot, given the tokens before it.
+
+        It estimates how likely the slot's token is accepted, and does not depend on which one was drawn.
+
+        Args:
+            hidden, unary, candidate_ids, anchor_ids: As of [`forward`].
+            tokens (`torch.LongTensor` of shape `(batch, slots)`): The path that was walked.
+            temperatures (`torch.Tensor` of shape `(batch,)`): fp32.
+
+        Returns:
+            fp32 `torch.Tensor` of shape `(batch, slots)`.
+        """
+        scores = path_scores(
+            unary,
+            candidate_ids,
+            self.hidden_projection(hidden),
+            self.predecessor_codebook,
+            self.successor_codebook,
+            torch.cat([anchor_ids[:, None], tokens[:, :-1]], dim=1),
+        )
+        return largest_probability(scores, temperatures)
+
 
 def _fast(op: str, reference: Callable, *args, **kwargs):
     """An operation through its kernel on CUDA tensors, through its reference elsewhere."""
@@ -432,6 +492,10 @@ class DFlash2DraftModel(DFlash2Model):
     is_dflash2_assistant = True
     # The host's `push_to_hub` takes no further arguments for `save_pretrained`.
     _pushes_code = False
+    # Whether proposing takes the head's scores of all tokens, and not its best candidates.
+    reads_whole_vocabulary = False
+    # Whether the confidence of a proposal comes from a head that was trained to estimate acceptance.
+    has_trained_confidence = False
 
     def __init__(self, config: DFlash2Config):
         super().__init__(config)
@@ -535,6 +599,33 @@ class DFlash2DraftModel(DFlash2Model):
         finally:
             self._pushes_code = False
 
+    def block_rows(self, slots: int) -> tuple[int, int]:
+        """
+        The shape of a pass that proposes `slots` tokens.
+
+        Returns:
+            `(rows, first)`: rows of the block, `[anchor, mask, ...]`, and the row that stands for the first slot; the
+            next ones stand for the others.
+        """
+        return slots + 1, 1
+
+    def validate_vocabulary(self, vocab_size: int) -> None:
+        """Check that the drafter proposes ids under `vocab_size` only, as one that uses the target's head does."""
+
+    def draw_noise(self, batch: int, slots: int, vocab_size: int) -> torch.Tensor:
+        """
+        Random numbers for [`propose`], from the global stream of the drafter's device.
+
+        Args:
+            batch (`int`): Rows.
+            slots (`int`): Tokens to propose.
+            vocab_size (`int`): Ids of the target that may be proposed.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, slots)`: one number in `[0, 1)` per token.
+        """
+        return torch.rand(batch, slots, device=self.device)
+
     def propose(
         self,
         slot_hidden: torch.Tensor,
@@ -543,22 +634,21 @@ class DFlash2DraftModel(DFlash2Model):
         *,
         temperatures: torch.Tensor,
         greedy_mask: torch.Tensor,
-        uniforms: torch.Tensor,
-        select: Callable[..., tuple[torch.Tensor, torch.Tensor]] = top_candidates,
+        noise: torch.Tensor | None,
+        with_confidence: bool = False,
     ) -> DFlash2Proposal:
         """
         Turn final rows of the mask slots into drafted tokens.
 
         Args:
-            slot_hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Rows at block offsets 1, 2, ...
+            slot_hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Rows of the slots, see [`block_rows`].
             anchor_ids (`torch.LongTensor` of shape `(batch,)`): Last committed tokens.
             head (`Callable`): The target's output head with ids that are no tokens masked to `-inf`; maps
                 `(batch, slots, hidden_size)` to `(batch, slots, vocab)` on the drafter's device.
             temperatures (`torch.Tensor` of shape `(batch,)`): The request's temperatures.
             greedy_mask (`torch.BoolTensor` of shape `(batch,)`): Rows that draft greedily.
-            uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)`, one per sampled token.
-            select (`Callable`, *optional*): Takes the candidates out of what `head` returns, as
-                [`functional_dflash2.top_candidates`] does; another one goes with a head that is spread over ranks.
+            noise (`torch.Tensor`, *optional*): What [`draw_noise`] gave; `None` when every row is greedy.
+            with_confidence (`bool`, *optional*, defaults to `False`): Whether to fill in `confidence`.
 
         Returns:
             [`DFlash2Proposal`].
@@ -568,19 +658,31 @@ class DFlash2DraftModel(DFlash2Model):
         # A v1 drafter fills its slots independently; sampling them so gives incoherent blocks. It proposes the most
         # likely token of each slot, and says so with a one-hot q.
         top_k = config.selector_top_k if self.candidate_selector is not None else 1
+        # A head that is spread over ranks has a way of its own.
+        select = getattr(head, "select", top_candidates)
         unary, candidate_ids = select(
             logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
         )
+        confidence = None
         if self.candidate_selector is None:
             tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
             broken = unary.isnan().any(dim=-1)
+            if with_confidence:
+                transform = {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcapping}
+                confidence = largest_probability(transform_unary(logits, **transform), temperatures)
         else:
+            # A greedy walk reads no noise.
+            uniforms = unary.new_zeros(unary.shape[:2]) if noise is None else noise
             tokens, q = self.candidate_selector.walk(
                 slot_hidden, unary, candidate_ids, anchor_ids, uniforms, temperatures, greedy_mask
             )
             broken = q.isnan().any(dim=-1)
+            if with_confidence:
+                confidence = self.candidate_selector.confidence(
+                    slot_hidden, unary, candidate_ids, anchor_ids, tokens, temperatures
+                )
         usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
-        return DFlash2Proposal(tokens, candidate_ids, q, usable)
+        return DFlash2Proposal(tokens, candidate_ids, q, usable, confidence)
 
 
 def _keep_dense_modules(quantization_config):
@@ -612,11 +714,10 @@ def _check_loading(name, info: dict, config: DFlash2Config) -> None:
         ignored += SPECULATORS_VERIFIER_KEYS
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.endswith(ignored))
     for key in unexpected:
-        for part, meaning in _UNSUPPORTED_CHECKPOINT_KEYS.items():
+        for part, (meaning, fix) in _UNSUPPORTED_CHECKPOINT_KEYS.items():
             if part in key.split("."):
-                raise ValueError(
-                    f"{name}: tensor {key!r} holds {meaning}, which is not supported. Use a drafter that shares the "
-                    "target's embedding and head."
+                raise UnsupportedTensorError(
+                    f"{name}: tensor {key!r} holds {meaning}, which is not supported here. {fix}", key
                 )
     missing = sorted(info["missing_keys"])
     mismatched = sorted(str(entry) for entry in info["mismatched_keys"])
@@ -640,4 +741,5 @@ __all__ = [
     "DFlash2Model",
     "DFlash2PreTrainedModel",
     "DFlash2Proposal",
+    "UnsupportedTensorError",
 ]

@@ -331,7 +331,9 @@ class StaticDecoding(SpeculativeDecoding):
         self._pending = None
         columns = self.valid.shape[1]
         capacity = MIN_CAPACITY
-        while capacity < self.max_length - self.prompt_columns + columns + self.slots + 1:
+        # Target and drafter may put blocks of different lengths behind the committed entries.
+        block = max(self.slots + 1, self.draft.block_rows(self.slots)[0])
+        while capacity < self.max_length - self.prompt_columns + columns + block:
             capacity *= 2
         prefilled = compat.get_cache(self.model_kwargs)
         round_ = _take_round(self, prefilled, features, capacity)

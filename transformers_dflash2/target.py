@@ -189,6 +189,32 @@ def _pairing(target, config: DFlash2Config) -> str:
     return f"The drafter {meant}; this target is {given}."
 
 
+class TargetHead:
+    """
+    The target's output head as a drafter calls it: [`TargetAdapter.logits`] with the dtype filled in.
+
+    Args:
+        adapter ([`TargetAdapter`]): The target.
+        dtype (`torch.dtype`): The dtype of the target's own hidden states.
+
+    Attributes:
+        vocab_size (`int`): Ids that may be drafted, `0` to `vocab_size - 1`.
+        select (`Callable`): Takes candidates out of the scores, as [`functional_dflash2.top_candidates`] does.
+        width_multiplier (`float`): What a target in maximal update parametrisation divides its hidden states by before
+            its head; 1 for others. The head as called here does not.
+    """
+
+    def __init__(self, adapter: TargetAdapter, dtype: torch.dtype):
+        self._adapter, self._dtype = adapter, dtype
+        self.vocab_size = adapter.candidate_limit
+        self.select = adapter.projection.select
+        text_config = adapter.target.config.get_text_config(decoder=True)
+        self.width_multiplier = float(getattr(text_config, "logits_mup_width_multiplier", None) or 1.0)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._adapter.logits(hidden, self._dtype)
+
+
 def _find_layers(target, text_config) -> nn.ModuleList:
     decoder = target.get_decoder()
     for name in ("layers", "h", "blocks"):
@@ -206,4 +232,4 @@ def _real_vocab_size(text_config) -> int:
     return text_config.vocab_size if unpadded is None else unpadded
 
 
-__all__ = ["FeatureTap", "TargetAdapter"]
+__all__ = ["FeatureTap", "TargetAdapter", "TargetHead"]

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .block_attention import block_attention_triton
     from .context_kv import context_kv_triton
     from .grouped_conv import grouped_conv_triton
+    from .markov_step import markov_step_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
     from .selector_walk import selector_walk_triton
@@ -38,6 +39,7 @@ __all__ = [
     "block_attention_triton",
     "context_kv_triton",
     "grouped_conv_triton",
+    "markov_step_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
     "selector_walk_triton",

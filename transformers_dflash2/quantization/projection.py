@@ -37,6 +37,7 @@ class HeadProjection:
 
     # Token id of the first row that is scored.
     first_id = 0
+    is_sharded = False
 
     def __init__(self, head: nn.Module, vocab_size: int):
         self.head, self.vocab_size = head, vocab_size

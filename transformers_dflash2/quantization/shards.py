@@ -37,6 +37,8 @@ class ShardedHeadProjection(HeadProjection):
         ranks ([`Ranks`]): The ranks that hold the other rows.
     """
 
+    is_sharded = True
+
     def __init__(self, head: nn.Module, vocab_size: int, first_id: int, ranks: Ranks):
         super().__init__(head, vocab_size)
         self.first_id, self.ranks = first_id, ranks
