@@ -61,6 +61,7 @@ RANKS = {
     "integration": 8,
     "__init__": 9,
     "testing": 10,
+    "benchmark": 10,
 }
 
 
