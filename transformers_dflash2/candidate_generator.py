@@ -80,6 +80,7 @@ class DraftSession:
         slots: int,
         temperature: float | torch.Tensor,
         greedy: bool | torch.Tensor,
+        uniforms: torch.Tensor | None = None,
     ) -> DFlash2Proposal:
         """
         Draft a block behind each row's anchor.
@@ -90,6 +91,8 @@ class DraftSession:
             slots (`int`): Tokens to propose.
             temperature (`float` or `torch.Tensor` of shape `(batch,)`): The request's temperature.
             greedy (`bool` or `torch.BoolTensor` of shape `(batch,)`): Whether the walk takes the best candidate.
+            uniforms (`torch.Tensor` of shape `(batch, slots)`, *optional*): Numbers in `[0, 1)` to sample with; drawn
+                here by default.
 
         Returns:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
@@ -104,17 +107,17 @@ class DraftSession:
             embeds = embeds * config.input_embedding_scale
         positions = anchor_positions[:, None] + torch.arange(slots + 1, device=device)
         hidden = self.draft(embeds, positions, self.context).last_hidden_state[:, 1:]
+        if uniforms is None:
+            # A greedy walk reads no noise, and leaves the host's random stream alone.
+            noise = torch.zeros if greedy is True else torch.rand
+            uniforms = noise(batch, slots, device=device)
         proposal = self.draft.propose(
             hidden,
             anchor_ids,
             lambda rows: self.adapter.logits(rows, self.target_dtype),
             temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
             greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
-            # A greedy walk reads no noise, and leaves the host's random stream alone. With flags on the device the
-            # noise is drawn for all rows.
-            uniforms=torch.zeros(batch, slots, device=device)
-            if greedy is True
-            else torch.rand(batch, slots, device=device),
+            uniforms=uniforms,
         )
         usable = proposal.usable[:, None]
         tokens = torch.where(usable, proposal.tokens, anchor_ids[:, None])
