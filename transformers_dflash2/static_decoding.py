@@ -60,11 +60,17 @@ class StaticDecoding(SpeculativeDecoding):
 
     Args:
         record (`bool`, *optional*, defaults to `True`): Whether CUDA graphs are used.
+        compile_config ([`~transformers.CompileConfig`], *optional*): Compiles the target's forward before it is
+            recorded. Blocks have one shape, so the compiler is told not to make shapes dynamic, and as graphs are
+            recorded here it is told not to record its own.
     """
 
-    def __init__(self, *args, record: bool = True, **kwargs):
+    def __init__(self, *args, record: bool = True, compile_config=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.record = record
+        self.compile_options = None if compile_config is None else _compile_options(compile_config, self.device)
+        # Runs the target on a block.
+        self._forward = self.target
         self.static_round: StaticRound | None = None
         # What is accepted inside the recording; `None` accepts as the dynamic tempo does.
         self._accept_key = None
@@ -103,6 +109,7 @@ class StaticDecoding(SpeculativeDecoding):
             self.device,
             features[0].dtype,
             self._position_base.shape[:-2],
+            None if self.compile_options is None else repr(sorted(self.compile_options.items())),
         )
         try:
             round_ = take_round(
@@ -161,7 +168,7 @@ class StaticDecoding(SpeculativeDecoding):
         return {
             "commit": lambda: round_.commit(self.session),
             "draft": lambda: round_.draft(self.session),
-            "verify": lambda: round_.verify(self.target, self.target, self._verify_kwargs, tap),
+            "verify": lambda: round_.verify(self.target, self._forward, self._verify_kwargs, tap),
             "accept": lambda: round_.accept(self.processors, do_sample=self.do_sample),
         }
 
@@ -177,6 +184,8 @@ class StaticDecoding(SpeculativeDecoding):
                 round_.anchors[: self.batch_size] = self._anchors()
             if self.do_sample:
                 round_.draw_noise()
+            if self.compile_options is not None and not round_.has_graph("round"):
+                self._compile(phases)
 
             def propose_and_verify():
                 for name in ("commit", "draft", "verify"):
@@ -186,7 +195,7 @@ class StaticDecoding(SpeculativeDecoding):
                 "round",
                 propose_and_verify,
                 record=self.record,
-                during_capture=lambda: fused_norms(self.target, self.draft),
+                during_capture=self._fused,
             )
             self.stats.target_passes += 1
         with self._timer("accept"):
@@ -198,6 +207,31 @@ class StaticDecoding(SpeculativeDecoding):
         if self._active != [not done for done in self.finished]:
             self._stage_active()
         self._emit()
+
+    def _fused(self):
+        """Fused modules for a recording. A compiler fuses the target's on its own."""
+        return fused_norms(self.draft) if self._forward is not self.target else fused_norms(self.target, self.draft)
+
+    def _compile(self, phases: dict[str, Any]) -> None:
+        """Compile the target's forward, once per call at most, and try it; a failure leaves it as it is."""
+        if self._forward is not self.target:
+            return
+        logger.info("Compiling the forward of %s for blocks of %d.", type(self.target).__name__, self.slots + 1)
+        try:
+            self._forward = torch.compile(self.target.forward, **self.compile_options)
+            # A rehearsal: in the first round there is nothing to commit, and the rest writes behind the rows' lengths.
+            for name in ("commit", "draft", "verify"):
+                phases[name]()
+        except Exception as error:
+            # Whatever a compiler stumbles over; a fault of the model itself comes up again without it.
+            logger.warning(
+                "compile_config is not honoured: %s cannot be compiled (%s: %s).",
+                type(self.target).__name__,
+                type(error).__name__,
+                " ".join(str(error).split())[:200],
+            )
+            self._forward = self.target
+            self.compile_options = None
 
     def _verified(self) -> VerifiedBlock:
         """The target's answer to the rows of the batch; the buffers may have more rows."""
@@ -248,6 +282,21 @@ class StaticDecoding(SpeculativeDecoding):
                 selection = source[:, None, first:, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
                 taken.append(buffer.gather(2, selection).masked_fill(outside[:, None, first:, None], 0))
             compat.set_layer_content(layer, *taken, width)
+
+
+def _compile_options(compile_config, device: torch.device) -> dict[str, Any] | None:
+    """Arguments of `torch.compile`, or `None` where the host would not compile either."""
+    if device.type != "cuda" and not compile_config._compile_all_devices:
+        logger.info("compile_config is not honoured on %s: it needs a CUDA device.", device)
+        return None
+    options = {**compile_config.to_dict(), "dynamic": False}
+    without_graphs = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+    if options["mode"] in without_graphs:
+        options["mode"] = without_graphs[options["mode"]]
+    if options["options"] is not None:
+        # The two exclude each other.
+        del options["mode"]
+    return options
 
 
 def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
