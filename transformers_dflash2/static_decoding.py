@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from . import compat
-from .fused_modules import fused_norms
+from .fused_modules import fused_modules
 from .generation import SpeculativeDecoding, VerifiedBlock
 from .import_utils import unavailable_reason
 from .kernels.attention_interface import unsupported_model_reason
@@ -132,7 +132,7 @@ class StaticDecoding(SpeculativeDecoding):
         self.static_round = round_
         order = torch.argsort((~self.valid).long(), dim=1, stable=True)
         committed = torch.tensor(self.committed, device=self.device)
-        round_.load(prefilled, order, committed)
+        round_.load(self.draft, prefilled, order, committed)
         first, room = committed[:, None], int(self.max_length) - self.prompt_columns
         round_.stage_positions(self._position_base + 1 - first, first + room - 1)
         round_.temperatures.fill_(self.temperature)
@@ -210,7 +210,7 @@ class StaticDecoding(SpeculativeDecoding):
 
     def _fused(self):
         """Fused modules for a recording. A compiler fuses the target's on its own."""
-        return fused_norms(self.draft) if self._forward is not self.target else fused_norms(self.target, self.draft)
+        return fused_modules(self.draft, *([self.target] if self._forward is self.target else []))
 
     def _compile(self, phases: dict[str, Any]) -> None:
         """Compile the target's forward, once per call at most, and try it; a failure leaves it as it is."""

@@ -42,6 +42,7 @@ from .functional_dflash2 import accept_block_sampled, accept_greedy
 from .kernels.attention_interface import block_attention_lengths, use_block_attention
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
+from .stacked_context import StackedContext, stacked_context_reason
 from .static_buffers import StaticContext, StaticTargetLayer
 from .target import FeatureTap
 
@@ -140,6 +141,7 @@ class StaticRound:
         self._offsets = torch.arange(self.block, device=self.device)
         self.position_base: torch.Tensor | None = None
         self.context = StaticContext(draft, rows=rows, capacity=capacity)
+        self._stacked = StackedContext(draft, self.context) if stacked_context_reason(draft) is None else None
         width = sum(tap.shape[-1] for tap in features)
         self.features = torch.zeros(rows, self.block, width, device=self.device, dtype=draft.dtype)
         self.feature_dtype = features[0].dtype
@@ -159,11 +161,12 @@ class StaticRound:
 
     # ------------------------------------------------------------------------------------------------ a new call
 
-    def load(self, prefilled: Cache, order: torch.Tensor, lengths: torch.Tensor) -> None:
+    def load(self, draft: DFlash2DraftModel, prefilled: Cache, order: torch.Tensor, lengths: torch.Tensor) -> None:
         """
         Take over the prefill's keys and values in the first rows; the other rows stay empty and inactive.
 
         Args:
+            draft ([`DFlash2DraftModel`]): The drafter.
             prefilled ([`~transformers.Cache`]): The cache of the prefill, `columns` wide.
             order (`torch.LongTensor` of shape `(batch, columns)`): Columns of each row, the real tokens first.
             lengths (`torch.LongTensor` of shape `(batch,)`): Real tokens per row.
@@ -171,6 +174,8 @@ class StaticRound:
         batch, columns = order.shape
         for tensor in (self.lengths, self.counts, self.anchors, self.active, self.context.lengths):
             tensor.zero_()
+        if self._stacked is not None:
+            self._stacked.refresh(draft)
         self.lengths[:batch] = lengths
         for layer, static in zip(prefilled.layers, self.cache.layers, strict=True):
             for states, buffer in ((layer.keys, static.keys), (layer.values, static.values)):
@@ -204,7 +209,10 @@ class StaticRound:
     def commit(self, session: DraftSession) -> None:
         """Add what the last round kept to every row's length, and its features to the drafter's context."""
         positions = self.lengths[:, None] + self._offsets
-        session.draft.append_context(self.context, self.features, positions, self.counts)
+        if self._stacked is not None:
+            self._stacked.append(session.draft, self.features, positions, self.counts)
+        else:
+            session.draft.append_context(self.context, self.features, positions, self.counts)
         self.lengths += self.counts
         self.columns.copy_(self.lengths[:, None] + self._offsets)
 
