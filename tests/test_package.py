@@ -73,16 +73,19 @@ RANKS = {
     "functional_dspark": 2,
     "kernels": 2,
     "ranks": 2,
-    "fused_modules": 3,
     "modeling_dflash2": 3,
     "quantization": 3,
     "conversion": 4,
+    "fused_modules": 4,
     "modeling_dspark": 4,
+    "static_buffers": 4,
     "target": 4,
     "verify_length": 4,
     "auto": 5,
     "candidate_generator": 5,
+    "stacked_context": 5,
     "generation": 6,
+    "static_round": 6,
     "static_decoding": 7,
     "traces": 7,
     "integration": 8,
@@ -90,6 +93,7 @@ RANKS = {
     "trace": 9,
     "__init__": 9,
     "testing": 10,
+    "benchmark": 10,
 }
 
 

@@ -1,6 +1,8 @@
 """The static tempo on the CPU: the code path of the CUDA graphs, without the graphs."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from test_distribution import PROMPT as LAW_PROMPT
 from test_distribution import VOCAB as LAW_VOCAB
 from test_distribution import target as law_target
 
-from transformers_dflash2 import static_decoding
+from transformers_dflash2 import static_decoding, static_round
 from transformers_dflash2.testing import (
     broken_table,
     left_pad,
@@ -197,23 +199,27 @@ def test_rounds_are_used_again():
     for rows in ([[3, 7, 1]], [[9, 2]], [[4, 9, 2, 8, 11]], [[3, 7, 1]]):
         inputs = {**left_pad(rows), "max_new_tokens": 25, "do_sample": False}
         assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
-    (rounds,) = [kept for model, kept in static_decoding._rounds.items() if model is target]
-    assert len(rounds) == 1
-    (kept,) = rounds.values()
+    (kept,) = static_round.kept_rounds(target, draft)
     assert not kept.in_use
     static_decoding.release_static_rounds(target)
 
 
-def test_rounds_go_with_their_target():
+@pytest.mark.parametrize("freed", ["target", "drafter"])
+def test_rounds_go_with_either_model(freed):
     """Catches buffers that keep a model alive, or that a model leaves behind."""
     target = table_target(7)
-    static(target, table_drafter(target), inputs=PROMPT, max_new_tokens=5, do_sample=False)
-    before = len(static_decoding._rounds)
-    del target
-    import gc
-
+    draft = table_drafter(target)
+    static(target, draft, inputs=PROMPT, max_new_tokens=5, do_sample=False)
+    (round_,) = map(weakref.ref, static_round.kept_rounds(target, draft))
+    model = weakref.ref(target if freed == "target" else draft)
+    assert round_() is not None
+    if freed == "target":
+        del target
+    else:
+        del draft
     gc.collect()
-    assert len(static_decoding._rounds) == before - 1
+    assert model() is None
+    assert round_() is None
 
 
 def test_an_exception_frees_the_round():
@@ -241,7 +247,7 @@ def test_an_exception_frees_the_round():
         static(target, draft, inputs=PROMPT, max_new_tokens=20, do_sample=False, streamer=Streamer())
     assert hook_count(target, draft) == hooks
     assert target.config._attn_implementation == implementation
-    assert not any(kept.in_use for kept in static_decoding._rounds[target].values())
+    assert not any(kept.in_use for kept in static_round.kept_rounds(target, draft))
     inputs = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
 
@@ -288,16 +294,17 @@ def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog, monkeypatch):
     assert any("hooks" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("law", ["repetition", "all"])
 @pytest.mark.parametrize("drafter", ["sure-and-wrong", "spread-out"])
-def test_joint_law_of_three_tokens(drafter, law):
-    """Catches noise that is drawn once and used again, and a q of another temperature than the one staged."""
+def test_joint_law_of_three_tokens(drafter, monkeypatch, law="repetition"):
+    """Catches a q of another temperature than the one staged, where processors run outside of a recording."""
+    # The reference of attention reads whole buffers.
+    monkeypatch.setattr(static_decoding, "MIN_CAPACITY", 32)
     draft = DRAFTERS[drafter]()
     torch.manual_seed(11)
     counts = torch.zeros(LAW_VOCAB**3)
     places = LAW_VOCAB ** torch.arange(2, -1, -1)
     prompt = torch.tensor([LAW_PROMPT]).expand(BATCH, -1)
-    for _ in range(max(1, 8_000 // BATCH)):
+    for _ in range(max(1, 4_000 // BATCH)):
         out = static(law_target(), draft, inputs=prompt, do_sample=True, max_new_tokens=4, **LAWS[law][0])
         new = out[:, len(LAW_PROMPT) : len(LAW_PROMPT) + 3]
         counts += torch.bincount((new * places).sum(-1), minlength=LAW_VOCAB**3)

@@ -55,8 +55,8 @@ class DraftSession:
             )
         if draft.reads_whole_vocabulary and adapter.projection.is_sharded:
             raise ValueError(
-                f"A {type(draft).__name__} reads the head's scores of all tokens, and the target's head is spread over "
-                "ranks. Load the target without tp_plan, or use a DFlash2 drafter."
+                f"A {type(draft).__name__} reads the head's scores of all tokens, and the target's head is spread "
+                "over ranks. Load the target without tp_plan, or use a DFlash2 drafter."
             )
         draft.validate_vocabulary(adapter.candidate_limit)
         self.draft = draft
@@ -88,6 +88,7 @@ class DraftSession:
         temperature: float | torch.Tensor,
         greedy: bool | torch.Tensor,
         with_confidence: bool = False,
+        noise: torch.Tensor | None = None,
     ) -> DFlash2Proposal:
         """
         Draft a block behind each row's anchor.
@@ -99,6 +100,7 @@ class DraftSession:
             temperature (`float` or `torch.Tensor` of shape `(batch,)`): The request's temperature.
             greedy (`bool` or `torch.BoolTensor` of shape `(batch,)`): Whether the walk takes the best candidate.
             with_confidence (`bool`, *optional*, defaults to `False`): Whether to estimate each token's acceptance.
+            noise (`torch.Tensor`, *optional*): What [`DFlash2DraftModel.draw_noise`] gave; drawn here by default.
 
         Returns:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
@@ -115,15 +117,16 @@ class DraftSession:
         positions = anchor_positions[:, None] + torch.arange(rows, device=device)
         hidden = self.draft(embeds, positions, self.context).last_hidden_state[:, first : first + slots]
         head = TargetHead(self.adapter, self.target_dtype)
+        if noise is None and greedy is not True:
+            # A greedy draft leaves the host's random stream alone.
+            noise = self.draft.draw_noise(batch, slots, head.vocab_size)
         proposal = self.draft.propose(
             hidden,
             anchor_ids,
             head,
             temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
             greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
-            # A greedy draft leaves the host's random stream alone. With flags on the device the noise is drawn for
-            # all rows.
-            noise=None if greedy is True else self.draft.draw_noise(batch, slots, head.vocab_size),
+            noise=noise,
             with_confidence=with_confidence,
         )
         usable = proposal.usable[:, None]

@@ -337,8 +337,60 @@ def residual_distribution(probs: torch.Tensor, candidate_ids: torch.Tensor, q: t
     return torch.where(total > tiny, residual / total.clamp(min=tiny), probs)
 
 
+def accept_block_sampled(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    candidate_ids: torch.Tensor,
+    q: torch.Tensor,
+    usable: torch.Tensor,
+    uniforms: torch.Tensor,
+    draw_uniforms: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Speculative sampling of whole blocks: the accepted length of each draft and the token that follows it.
+
+    The token comes from the residual after a refusal, and from `p` itself after a draft that was accepted whole or was
+    not usable. It is found by inverse CDF, so that the noise is an argument.
+
+    Args:
+        scores (`torch.Tensor` of shape `(batch, slots + 1, vocab)`): The target's processed scores after the anchor
+            and after each drafted token; excluded tokens hold `-inf`.
+        tokens (`torch.LongTensor` of shape `(batch, slots)`): Drafted tokens; one outside the vocabulary is refused.
+        candidate_ids (`torch.LongTensor` of shape `(batch, slots, top_k)`): Support of `q`, distinct within a slot.
+        q (`torch.Tensor` of shape `(batch, slots, top_k)`): The distribution each token was drawn from.
+        usable (`torch.BoolTensor` of shape `(batch,)`): `False` for rows whose draft must be ignored.
+        uniforms (`torch.Tensor` of shape `(batch, slots)`): Numbers in `[0, 1)` for the tests.
+        draw_uniforms (`torch.Tensor` of shape `(batch,)`): Numbers in `[0, 1)` for the token that follows. All three
+            kinds of noise, those that drew `tokens` included, must be independent.
+
+    Returns:
+        `(accepted, following)`: int64 tensors of shape `(batch,)`. `following` is -1 where the scores give no
+        distribution: a NaN, or no finite score.
+    """
+    slots = tokens.shape[1]
+    rows = torch.arange(scores.shape[0], device=scores.device)
+    probs = torch.softmax(scores.float(), dim=-1)
+    vocab = probs.shape[-1]
+    in_vocab = (tokens >= 0) & (tokens < vocab)
+    passed = accept_sampled(tokens.clamp(0, vocab - 1), candidate_ids, q, probs[:, :slots], uniforms)
+    accepted = (passed & in_vocab & usable[:, None]).long().cumprod(dim=-1).sum(dim=-1)
+    law = probs[rows, accepted]
+    if slots:
+        slot = accepted.clamp(max=slots - 1)
+        residual = residual_distribution(law, candidate_ids[rows, slot], q[rows, slot])
+        law = torch.where(((accepted < slots) & usable)[:, None], residual, law)
+    law = law.double()
+    cumulative = law.cumsum(dim=-1)
+    ids = torch.arange(vocab, device=scores.device)
+    reached = (law > 0) & (cumulative > draw_uniforms.double()[:, None] * cumulative[:, -1:])
+    first = torch.where(reached, ids, vocab).amin(dim=-1)
+    last = torch.where(law > 0, ids, -1).amax(dim=-1)
+    return accepted, torch.where(first < vocab, first, last)
+
+
 __all__ = [
     "MIN_TEMPERATURE",
+    "accept_block_sampled",
     "accept_greedy",
     "accept_sampled",
     "drawn_probability",

@@ -11,57 +11,297 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Fused stand-ins for small modules of a model, for as long as a CUDA graph is recorded.
+"""Fused stand-ins for modules of a model, for as long as a CUDA graph is recorded.
 
-A norm of the host is half a dozen launches; a decoder of 36 layers has 145 of them, which at a few rows cost more than
-the arithmetic. While the context is open the norms' `forward` runs one kernel instead. Only modules whose class
-computes what the kernel computes are touched, which is told by the bytecode of their `forward`.
+A decoder layer of the host is some thirty launches around its seven matrix products; at a few rows a launch costs more
+than its arithmetic. While the context is open
+
+* RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
+* query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
+* `silu(gate) * up` runs as one kernel.
+
+Projections are only ever called, so quantised and wrapped ones keep their own forward. A module is replaced where its
+class computes what the stand-in computes, which the bytecode of its `forward` tells (and that of the functions it
+calls); what the tensors of a call do not allow is left to the class. Kernels round less often than the host's modules,
+so half types agree within rounding.
 """
 
-from collections.abc import Iterator
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral.modeling_mistral import MistralAttention
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from .kernels.rms_norm import rms_norm_ineligible_reason, rms_norm_triton
+from . import compat
+from .import_utils import unavailable_reason
+from .kernels.dispatch import ineligible_reason
+from .modeling_dflash2 import DFlash2Attention
 
 
-def _is_llama_norm(module: nn.Module) -> bool:
+def _same_code(function: Callable, like: Callable) -> bool:
+    """Whether two functions do the same to their arguments, as far as their own bytecode goes."""
+    code, other = inspect.unwrap(function).__code__, inspect.unwrap(like).__code__
+    # A docstring, where there is one, is the first constant.
+    constants = [
+        [value for value in c.co_consts if value != inspect.unwrap(f).__doc__]
+        for f, c in ((function, code), (like, other))
+    ]
+    return (code.co_code, code.co_names) == (other.co_code, other.co_names) and constants[0] == constants[1]
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether a module runs the forward of its class."""
+    return "forward" not in vars(module)
+
+
+def is_llama_norm(module: nn.Module) -> bool:
     """Whether a module normalises as Llama does: fp32, rounded, then times the weight."""
-    if not hasattr(module, "weight") or not hasattr(module, "variance_epsilon") or "forward" in vars(module):
+    return (
+        isinstance(getattr(module, "weight", None), torch.Tensor)
+        and hasattr(module, "variance_epsilon")
+        and _is_untouched(module)
+        and _same_code(type(module).forward, modeling_llama.LlamaRMSNorm.forward)
+    )
+
+
+def _is_gated_silu(module: nn.Module) -> bool:
+    return (
+        type(getattr(module, "act_fn", None)) in (nn.SiLU, type(ACT2FN["silu"]))
+        and _is_untouched(module)
+        and _same_code(type(module).forward, modeling_llama.LlamaMLP.forward)
+    )
+
+
+def _is_llama_layer(module: nn.Module) -> bool:
+    return (
+        is_llama_norm(getattr(module, "post_attention_layernorm", None))
+        and _is_untouched(module)
+        and _same_code(type(module).forward, modeling_llama.LlamaDecoderLayer.forward)
+    )
+
+
+def _rotates_halves(forward: Callable) -> bool:
+    """Whether the rotary function that a forward calls is Llama's, on halves of a head."""
+    rotate = inspect.unwrap(forward).__globals__.get("apply_rotary_pos_emb")
+    if rotate is None or not _same_code(rotate, modeling_llama.apply_rotary_pos_emb):
         return False
-    code, like = type(module).forward.__code__, LlamaRMSNorm.forward.__code__
-    return (code.co_code, code.co_names, code.co_consts[1:]) == (like.co_code, like.co_names, like.co_consts[1:])
+    halves = inspect.unwrap(rotate).__globals__["rotate_half"]
+    return _same_code(halves, modeling_llama.rotate_half)
+
+
+# Attention classes whose forward is known, and what they pass on as their window.
+_ATTENTION_KINDS: dict[type[nn.Module], Callable[[nn.Module], dict[str, Any]]] = {
+    Qwen3Attention: lambda module: {"sliding_window": module.sliding_window},
+    Qwen2Attention: lambda module: {"sliding_window": module.sliding_window},
+    MistralAttention: lambda module: {"sliding_window": getattr(module.config, "sliding_window", None)},
+    modeling_llama.LlamaAttention: lambda module: {},
+}
+
+
+def _window_of(module: nn.Module) -> Callable[[nn.Module], dict[str, Any]] | None:
+    """How a module of a known attention class tells its window; `None` for any other module."""
+    forward = type(module).forward
+    if not _is_untouched(module) or not hasattr(module, "q_proj"):
+        return None
+    for kind, window in _ATTENTION_KINDS.items():
+        if _same_code(forward, kind.forward) and _rotates_halves(forward):
+            norms = [getattr(module, name) for name in ("q_norm", "k_norm") if hasattr(module, name)]
+            has_norms = kind is Qwen3Attention
+            if len(norms) == (2 if has_norms else 0) and all(map(is_llama_norm, norms)):
+                return window
+    return None
+
+
+class _RotaryTables:
+    """The kernel's table of cosines and sines, made once for the layers that share position embeddings."""
+
+    def __init__(self):
+        # Holds the key's tensor, whose identity is then its own.
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(rows, head_dim)` table and the place of each row of a `(batch, block)` block in it."""
+        known = self._tables.get(id(cos))
+        if known is None or known[0] is not cos:
+            half = cos.shape[-1] // 2
+            table = torch.cat([cos[..., :half], sin[..., :half]], dim=-1).expand(batch, -1, -1).flatten(0, 1)
+            places = torch.arange(table.shape[0], device=table.device)
+            known = self._tables[id(cos)] = (cos, table, places)
+        return known[1:]
 
 
 def _fused_norm(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    if rms_norm_ineligible_reason(hidden_states, module.weight, eps=module.variance_epsilon) is not None:
+    options = {"eps": module.variance_epsilon}
+    if ineligible_reason("rms_norm", hidden_states, module.weight, **options) is not None:
         return type(module).forward(module, hidden_states)
-    return rms_norm_triton(hidden_states, module.weight, eps=module.variance_epsilon)[0]
+    from .kernels import rms_norm_triton
+
+    return rms_norm_triton(hidden_states, module.weight, **options)[0]
+
+
+def _fused_mlp(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if ineligible_reason("silu_mul", gate, up) is not None:
+        return module.down_proj(module.act_fn(gate) * up)
+    from .kernels import silu_mul_triton
+
+    return module.down_proj(silu_mul_triton(gate, up))
+
+
+def _fused_layer(module: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    residual, norm = hidden_states, module.post_attention_layernorm
+    hidden_states, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
+    options = {"eps": norm.variance_epsilon, "residual": residual}
+    if ineligible_reason("rms_norm", hidden_states, norm.weight, **options) is None:
+        from .kernels import rms_norm_triton
+
+        hidden_states, residual = rms_norm_triton(hidden_states, norm.weight, **options)
+    else:
+        residual = residual + hidden_states
+        hidden_states = norm(residual)
+    return residual + module.mlp(hidden_states)
+
+
+def _rotated_heads(
+    module: nn.Module, tables: _RotaryTables, hidden_states: torch.Tensor, position_embeddings
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """
+    Normed and rotated queries and keys, and values, each `(batch, heads, block, head_dim)`.
+
+    `None` where the kernel cannot take them; nothing has been changed then.
+    """
+    cos, sin = position_embeddings
+    head_dim = module.head_dim
+    if cos.shape[-1] != head_dim or cos.dim() != 3:
+        return None
+    batch, block = hidden_states.shape[:2]
+    joined = torch.cat([module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)], -1)
+    rows = joined.view(batch * block, -1)
+    kv_heads = module.config.num_key_value_heads
+    heads = rows.shape[-1] // head_dim - 2 * kv_heads
+    weights = [getattr(module, name).weight if hasattr(module, name) else None for name in ("q_norm", "k_norm")]
+    sizes = {
+        "num_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "eps": module.q_norm.variance_epsilon if weights[0] is not None else 0.0,
+    }
+    table, places = tables.get(cos, sin, batch)
+    if ineligible_reason("qk_norm_rope", rows, places, *weights, table, **sizes) is not None:
+        return None
+    from .kernels import qk_norm_rope_triton
+
+    qk_norm_rope_triton(rows, places, *weights, table, **sizes)
+    parts = joined.unflatten(-1, (-1, head_dim)).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
+    return parts
+
+
+def _fused_attention(
+    module: nn.Module,
+    tables: _RotaryTables,
+    window: dict[str, Any],
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    **kwargs,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    cache = kwargs.get(compat.CACHE_KEY)
+    states = None if cache is None else _rotated_heads(module, tables, hidden_states, position_embeddings)
+    if states is None:
+        return type(module).forward(
+            module, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
+        )
+    queries, keys, values = states
+    keys, values = cache.update(keys, values, module.layer_idx)
+    del kwargs[compat.CACHE_KEY]
+    implementation = module.config._attn_implementation
+    eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    output, weights = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager)(
+        module,
+        queries,
+        keys,
+        values,
+        attention_mask,
+        dropout=0.0 if not module.training else module.attention_dropout,
+        scaling=module.scaling,
+        **window,
+        **kwargs,
+    )
+    return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+def _fused_draft_attention(
+    module: DFlash2Attention,
+    tables: _RotaryTables,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    context,
+) -> torch.Tensor:
+    # Only contexts of fixed size attend on their own.
+    states = None
+    if hasattr(context, "attend"):
+        states = _rotated_heads(module, tables, hidden_states, position_embeddings)
+    if states is None:
+        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, context)
+    queries, keys, values = states
+    keys, values = context.with_block(module.layer_idx, keys, values)
+    output = context.attend(module, queries, keys, values)
+    return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+
+
+def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] | None:
+    """What takes a module's place, and what it is called in counts."""
+    if is_llama_norm(module):
+        return "norm", partial(_fused_norm, module)
+    if _is_gated_silu(module):
+        return "mlp", partial(_fused_mlp, module)
+    if _is_llama_layer(module):
+        return "layer", partial(_fused_layer, module)
+    if isinstance(module, DFlash2Attention) and _is_untouched(module):
+        return "attention", partial(_fused_draft_attention, module, tables)
+    window = _window_of(module)
+    if window is not None:
+        return "attention", partial(_fused_attention, module, tables, window(module))
+    return None
 
 
 @contextmanager
-def fused_norms(*models: nn.Module) -> Iterator[int]:
+def fused_modules(*models: nn.Module) -> Iterator[Counter]:
     """
-    Run the models' RMS norms through one kernel each while the context is open.
+    Run the models' norms, feed-forwards, rotary embeddings and residual additions through fused kernels while the
+    context is open.
 
     Yields:
-        How many norms were replaced.
+        `Counter`: how many modules of each kind were replaced.
     """
-    replaced = []
+    tables = _RotaryTables()
+    replaced: list[nn.Module] = []
+    counts: Counter = Counter()
+    if unavailable_reason("triton") is None:
+        # Kinds are told from untouched modules, so all are looked at before any is replaced.
+        found = [(module, _stand_in(module, tables)) for model in models for module in model.modules()]
+    else:
+        found = []
     try:
-        for model in models:
-            for module in model.modules():
-                if _is_llama_norm(module):
-                    module.forward = partial(_fused_norm, module)
-                    replaced.append(module)
-        yield len(replaced)
+        for module, stand_in in found:
+            if stand_in is not None:
+                kind, module.forward = stand_in
+                replaced.append(module)
+                counts[kind] += 1
+        yield counts
     finally:
         for module in replaced:
             del module.forward
 
 
-__all__ = ["fused_norms"]
+__all__ = ["fused_modules", "is_llama_norm"]

@@ -521,16 +521,20 @@ class SpeculativeDecoding:
         """All rows and slots at once: the processors need no prefix."""
         scores, raw = self._block_scores(verified)
         decision = self._decide_block(verified, scores)
-        committed = self._committed_tokens(decision)
         # The round's one read of device memory by the host.
-        for row, (count, bonus, *draft) in enumerate(decision.tolist()):
+        decided = decision.tolist()
+        self._write_block(decision)
+        for row, (count, bonus, *draft) in enumerate(decided):
             if self.finished[row]:
                 continue
+            if bonus < 0:
+                raise RuntimeError(
+                    f"Row {row}: the target's processed scores are no distribution (a NaN, or no finite score). Load "
+                    "the target in bfloat16 or float32, or pass remove_invalid_values=True."
+                )
             usable, drafted = (bool(draft[0]), draft[1 : 1 + count]) if draft else (True, [])
             tokens = [*drafted, bonus]
             start = self.prompt_columns + self.new[row]
-            self._make_room(start + len(tokens))
-            self.ids[row, start : start + len(tokens)] = committed[row, : len(tokens)]
             taken = 0
             for index, token in enumerate(tokens):
                 if self._wants_steps:
@@ -598,12 +602,20 @@ class SpeculativeDecoding:
             parts += [proposal.usable[:, None].long(), proposal.tokens]
         return self.ranks.agree(torch.cat(parts, dim=1))[0]
 
-    @staticmethod
-    def _committed_tokens(decision: torch.Tensor) -> torch.Tensor:
-        """`(batch, block)`: drafted tokens with the following one written behind the accepted ones."""
+    def _write_block(self, decision: torch.Tensor) -> None:
+        """Write every unfinished row's accepted tokens and the following one, padding behind them."""
         accepted, following = decision[:, :1], decision[:, 1:2]
-        drafted = torch.cat([decision[:, 3:], following], dim=1)
-        return drafted.scatter(1, accepted, following)
+        block = torch.cat([decision[:, 3:], following], dim=1).scatter(1, accepted, following)
+        offsets = torch.arange(block.shape[1], device=self.device)
+        block = block.masked_fill(offsets > accepted, self.pad_token_id)
+        starts = [self.prompt_columns + count for count in self.new]
+        self._make_room(max(starts) + block.shape[1])
+        if len(set(starts)) == 1 and not any(self.finished):
+            self.ids[:, starts[0] : starts[0] + block.shape[1]] = block
+            return
+        rows = [row for row in range(self.batch_size) if not self.finished[row]]
+        index = torch.tensor([rows, [starts[row] for row in rows]], device=self.device)[..., None]
+        self.ids[index[0], index[1] + offsets] = block[index[0, :, 0]]
 
     def _accept_step_by_step(self, verified: VerifiedBlock) -> None:
         """

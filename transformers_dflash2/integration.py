@@ -134,7 +134,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "use the drafter's own block."
         )
     make_verify_length = _verify_length_of(draft, effective)
-    wants_static = _wants_static(arguments, options, effective)
+    static_options = _static_options(target, arguments, options, effective)
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
     options.pop("tokenizer", None)
@@ -151,15 +151,15 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "streamer": streamer,
             "model_kwargs": model_kwargs,
         }
-        if wants_static:
-            # Kernels, and triton with them, are loaded by those who ask for this tempo only. They do not travel with
+        if static_options is not None:
+            # Kernels, and triton with them, are loaded by those who use this tempo only. They do not travel with
             # a drafter's remote code.
             try:
                 from .static_decoding import StaticDecoding, static_ineligible_reason
             except ImportError as error:
                 reason = f"it needs the package transformers_dflash2 with its kernels ({error})"
             else:
-                decoding = StaticDecoding(model, draft, input_ids, **call)
+                decoding = StaticDecoding(model, draft, input_ids, **static_options, **call)
                 reason = static_ineligible_reason(decoding)
                 if reason is None:
                     if call["verify_length"] is not None:
@@ -169,7 +169,9 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
                             "output is the same."
                         )
                     return decoding.run()
-            _report_once(f'cache_implementation="static" is not used: {reason}. The output is the same.')
+            _report_once(
+                f'The static tempo (cache_implementation="static") is not used: {reason}. The output is the same.'
+            )
         return SpeculativeDecoding(model, draft, input_ids, **call).run()
 
     return original(target, **arguments, custom_generate=decode, **options)
@@ -229,22 +231,34 @@ def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], ef
     return (effective("num_return_sequences") or 1) > 1
 
 
-def _wants_static(arguments: dict[str, Any], options: dict[str, Any], effective) -> bool:
+def _static_options(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> dict[str, Any] | None:
     """
-    Whether the static tempo is asked for.
+    How the static tempo is to run, or `None` where it is not wanted.
 
-    The prefill fills a dynamic cache either way: the static tempo has buffers of its own.
+    It is wanted when asked for, and by default on a CUDA device. The prefill fills a dynamic cache either way, as the
+    static tempo has buffers of its own, so the host is shown neither the request for a static cache nor
+    `compile_config`.
     """
     implementation = effective("cache_implementation")
-    if implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:
-        return False
-    if options.get("cache_implementation") is None and arguments.get("generation_config") is not None:
-        config = copy.deepcopy(arguments["generation_config"])
-        config.cache_implementation = "dynamic"
-        arguments["generation_config"] = config
-    else:
-        options["cache_implementation"] = "dynamic"
-    return True
+    is_asked_for = implementation in compat.STATIC_CACHE_IMPLEMENTATIONS
+    never_record = bool(effective("disable_compile"))
+    if not is_asked_for and (implementation is not None or never_record or target.device.type != "cuda"):
+        return None
+    static_options = {
+        "record": not never_record,
+        "compile_config": None if never_record else effective("compile_config"),
+    }
+    call_config = arguments.get("generation_config")
+    if call_config is not None:
+        call_config = arguments["generation_config"] = copy.deepcopy(call_config)
+        call_config.compile_config = None
+    options.pop("compile_config", None)
+    if is_asked_for:
+        if options.get("cache_implementation") is None and call_config is not None:
+            call_config.cache_implementation = "dynamic"
+        else:
+            options["cache_implementation"] = "dynamic"
+    return static_options
 
 
 def _bind_stop_strings(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> None:

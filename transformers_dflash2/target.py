@@ -45,7 +45,11 @@ class FeatureTap:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Record while the context is open. Forwards made by others, a processor for instance, are none of ours."""
+        """
+        Record while the context is open, what was not taken is let go of. Forwards made by others, a processor for
+        instance, are none of ours.
+        """
+        self._chunks = [[] for _ in self._chunks]
         self._is_listening = True
         try:
             yield
@@ -54,8 +58,11 @@ class FeatureTap:
 
     def record(self, tap: int, output) -> None:
         """Keep the output of a tapped layer."""
-        # Another thread may be running the same target with a drafter, or without.
-        if self._is_listening and threading.get_ident() == self._thread:
+        if not self._is_listening:
+            return
+        # Another thread may be running the same target with a drafter, or without. A compiler knows no threads: what
+        # it compiles for a round is run by that round alone.
+        if torch.compiler.is_compiling() or threading.get_ident() == self._thread:
             hidden = output[0] if isinstance(output, tuple | list) else output
             self._chunks[tap].append(hidden)
 

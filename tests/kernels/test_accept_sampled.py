@@ -23,11 +23,11 @@ pytest.importorskip("triton")
 
 from kernel_checks import FP16, FP32, opcheck  # noqa: E402
 
+from transformers_dflash2.functional_dflash2 import accept_block_sampled  # noqa: E402
 from transformers_dflash2.kernels import accept_sampled as module  # noqa: E402
 from transformers_dflash2.kernels.accept_sampled import (  # noqa: E402
     accept_sampled_ineligible_reason,
     accept_sampled_op,
-    accept_sampled_reference,
     accept_sampled_triton,
 )
 
@@ -90,14 +90,14 @@ def test_equals_the_reference(device, part, batch, slots, top_k, vocab):
     """Catches a part, slot or candidate that is left out or read twice, and a position other than the refused one."""
     inputs = draft_inputs(device, batch, slots, top_k, vocab)
     inputs["usable"][-1] = False
-    assert_same(accept_sampled_triton(**inputs), accept_sampled_reference(**inputs))
+    assert_same(accept_sampled_triton(**inputs), accept_block_sampled(**inputs))
 
 
 @pytest.mark.parametrize("dtype", [FP16, pytest.param(torch.bfloat16, id="bf16")])
 def test_scores_in_a_half_type(device, dtype):
     """Catches exponentials in the type of the scores; bf16 is only read here, so the interpreter can do it too."""
     inputs = draft_inputs(device, 4, 3, 3, 21, dtype)
-    assert_same(accept_sampled_triton(**inputs), accept_sampled_reference(**inputs))
+    assert_same(accept_sampled_triton(**inputs), accept_block_sampled(**inputs))
 
 
 def test_every_accepted_length(device, part):
@@ -113,7 +113,7 @@ def test_every_accepted_length(device, part):
     )
     accepted, following = accept_sampled_triton(**inputs)
     assert torch.equal(accepted, lengths)
-    assert torch.equal(following, accept_sampled_reference(**inputs)[1])
+    assert torch.equal(following, accept_block_sampled(**inputs)[1])
 
 
 def golden(device, rows):
@@ -193,7 +193,7 @@ def test_only_the_support_is_drawn(device, part):
     accepted, following = accept_sampled_triton(**inputs)
     rows = torch.arange(batch, device=device)
     assert torch.isfinite(inputs["scores"][rows, accepted, following]).all()
-    assert_same((accepted, following), accept_sampled_reference(**inputs))
+    assert_same((accepted, following), accept_block_sampled(**inputs))
 
 
 def test_unusable_rows_draw_from_the_target(device, part):
@@ -232,7 +232,7 @@ def test_q_that_is_no_probability(device, value):
     inputs["uniforms"].zero_()
     accepted, following = accept_sampled_triton(**inputs)
     assert accepted.tolist() == [0] * 4
-    assert torch.equal(following, accept_sampled_reference(**inputs)[1])
+    assert torch.equal(following, accept_block_sampled(**inputs)[1])
 
 
 def test_tokens_outside_the_vocabulary(device):
@@ -270,7 +270,7 @@ def test_extreme_scores(device, part):
     """Catches exponentials without the maximum taken off, and parts whose sums vanish against others."""
     inputs = draft_inputs(device, 4, 2, 3, 40)
     inputs["scores"] = 40 * inputs["scores"] + 1e4
-    assert_same(accept_sampled_triton(**inputs), accept_sampled_reference(**inputs))
+    assert_same(accept_sampled_triton(**inputs), accept_block_sampled(**inputs))
 
 
 def test_strided_inputs(device, part):
@@ -294,7 +294,7 @@ def test_writes_into_buffers(device):
     out = tuple(torch.full((3,), -7, device=device) for _ in range(2))
     returned = accept_sampled_triton(**inputs, out=out)
     assert returned[0] is out[0] and returned[1] is out[1]
-    assert_same(out, accept_sampled_reference(**inputs))
+    assert_same(out, accept_block_sampled(**inputs))
 
 
 def test_nothing_drafted(device):
@@ -303,7 +303,7 @@ def test_nothing_drafted(device):
     inputs = draft_inputs(device, 3, 0, 2, 20)
     accepted, following = accept_sampled_triton(**inputs)
     assert accepted.tolist() == [0, 0, 0]
-    assert torch.equal(following, accept_sampled_reference(**inputs)[1])
+    assert torch.equal(following, accept_block_sampled(**inputs)[1])
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_at_a_real_size(device, dtype):
     """Catches offsets that overflow and registers that run out, at the size of a published target."""
     inputs = draft_inputs(device, 64, 7, 16, 151936, dtype)
     accepted, following = accept_sampled_triton(**inputs)
-    expected_accepted, expected_following = accept_sampled_reference(**inputs)
+    expected_accepted, expected_following = accept_block_sampled(**inputs)
     # Sums of 151,936 terms round; a test or draw within 1e-6 of a boundary may go the other way.
     assert (accepted == expected_accepted).float().mean() > 0.98
     assert (following == expected_following).float().mean() > 0.95
@@ -374,4 +374,4 @@ def test_capture(device):
         for name, tensor in inputs.items():
             tensor.copy_(fresh[name])
         graph.replay()
-        assert_same(out, accept_sampled_reference(**inputs))
+        assert_same(out, accept_block_sampled(**inputs))

@@ -88,6 +88,25 @@ def test_equals_the_reference(device, dtype, rows, q_heads, kv_heads, head_dim):
     assert torch.equal(output[:, (q_heads + kv_heads) * head_dim :], values)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_without_norms(device, dtype):
+    """Catches a norm without weights, and a rotation that is left out with the norm."""
+    (qkv, positions, _, _, table), sizes = rope_inputs(device, dtype=dtype)
+    first, second = qkv[:, :18].double().unflatten(-1, (3, 6)).chunk(2, dim=-1)
+    cos, sin = table[positions].double()[:, None].chunk(2, dim=-1)
+    exact = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(1)
+    reference = qk_norm_rope_reference(qkv.clone(), positions, None, None, table, **sizes)
+    output = qk_norm_rope_triton(qkv, positions, None, None, table, **sizes)
+    assert_as_exact_as(output[:, :18], reference[:, :18], exact)
+
+
+def test_one_norm_alone_is_refused(device):
+    """Catches keys that are normed with whatever lies in memory."""
+    (qkv, positions, weight, _, table), sizes = rope_inputs(device)
+    reason = qk_norm_rope_ineligible_reason(qkv, positions, weight, None, table, **sizes)
+    assert "only q_norm_weight is given" in reason
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_rounds_where_the_reference_does(device, dtype):
     """Catches a rounding that is left out or added: nearly every value is the same to the last bit."""

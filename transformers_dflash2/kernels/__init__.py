@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
     from .selector_walk import selector_walk_triton
+    from .silu_mul import silu_mul_triton
 
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "qk_norm_rope_triton",
     "rms_norm_triton",
     "selector_walk_triton",
+    "silu_mul_triton",
 ]
 
 

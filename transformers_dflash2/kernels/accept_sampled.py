@@ -28,14 +28,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..functional_dflash2 import accept_sampled, residual_distribution
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
 
 
 __all__ = [
     "accept_sampled_ineligible_reason",
     "accept_sampled_op",
-    "accept_sampled_reference",
     "accept_sampled_triton",
 ]
 
@@ -394,37 +392,6 @@ def accept_sampled_triton(
             **sizes,
         )
     return out
-
-
-def accept_sampled_reference(
-    scores: torch.Tensor,
-    tokens: torch.Tensor,
-    candidate_ids: torch.Tensor,
-    q: torch.Tensor,
-    usable: torch.Tensor,
-    uniforms: torch.Tensor,
-    draw_uniforms: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch, with dense distributions; arguments of [`accept_sampled_triton`]."""
-    slots = tokens.shape[1]
-    rows = torch.arange(scores.shape[0], device=scores.device)
-    probs = torch.softmax(scores.float(), dim=-1)
-    vocab = probs.shape[-1]
-    in_vocab = (tokens >= 0) & (tokens < vocab)
-    passed = accept_sampled(tokens.clamp(0, vocab - 1), candidate_ids, q, probs[:, :slots], uniforms)
-    accepted = (passed & in_vocab & usable[:, None]).long().cumprod(dim=-1).sum(dim=-1)
-    law = probs[rows, accepted]
-    if slots:
-        slot = accepted.clamp(max=slots - 1)
-        residual = residual_distribution(law, candidate_ids[rows, slot], q[rows, slot])
-        law = torch.where(((accepted < slots) & usable)[:, None], residual, law)
-    law = law.double()
-    cumulative = law.cumsum(dim=-1)
-    ids = torch.arange(vocab, device=scores.device)
-    reached = (law > 0) & (cumulative > draw_uniforms.double()[:, None] * cumulative[:, -1:])
-    first = torch.where(reached, ids, vocab).amin(dim=-1)
-    last = torch.where(law > 0, ids, -1).amax(dim=-1)
-    return accepted, torch.where(first < vocab, first, last)
 
 
 @torch.library.custom_op("transformers_dflash2::accept_sampled", mutates_args=())

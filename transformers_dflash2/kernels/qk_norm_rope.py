@@ -16,9 +16,9 @@
     normed = round(x * rsqrt(mean(x ** 2) + eps) * weight)
     out = round(x1 * cos - x2 * sin), round(x2 * cos + x1 * sin)
 
-in fp32, with `x1` and `x2` the halves of a normed head. The host's modules round more often (before the weight, every
-product), so half types agree with them within rounding, not bit for bit. One program handles one head of one row; the
-value heads are not touched.
+in fp32, with `x1` and `x2` the halves of a normed head; without norm weights `normed` is `x`. The host's modules round
+more often (before the weight, every product), so half types agree with them within rounding, not bit for bit. One
+program handles one head of one row; the value heads are not touched.
 """
 
 import torch
@@ -45,6 +45,7 @@ def _qk_norm_rope_kernel(
     NUM_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -54,19 +55,20 @@ def _qk_norm_rope_kernel(
     dtype = qkv_ptr.dtype.element_ty
     first = tl.load(head_ptr, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
-    mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
-    scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
-    # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
-    is_q = (inside & (head < NUM_HEADS)) != 0
-    is_k = (inside & (head >= NUM_HEADS)) != 0
-    first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-        k_weight_ptr + columns, mask=is_k, other=0.0
-    ).to(tl.float32)
-    second_weight = tl.load(q_weight_ptr + HALF + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-        k_weight_ptr + HALF + columns, mask=is_k, other=0.0
-    ).to(tl.float32)
-    first = (first * scale * first_weight).to(dtype).to(tl.float32)
-    second = (second * scale * second_weight).to(dtype).to(tl.float32)
+    if HAS_NORM:
+        mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
+        scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
+        # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
+        is_q = (inside & (head < NUM_HEADS)) != 0
+        is_k = (inside & (head >= NUM_HEADS)) != 0
+        first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptr + columns, mask=is_k, other=0.0
+        ).to(tl.float32)
+        second_weight = tl.load(q_weight_ptr + HALF + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptr + HALF + columns, mask=is_k, other=0.0
+        ).to(tl.float32)
+        first = (first * scale * first_weight).to(dtype).to(tl.float32)
+        second = (second * scale * second_weight).to(dtype).to(tl.float32)
     position = tl.load(position_ptr + row).to(tl.int64)
     in_table = (inside & (position >= 0) & (position < table_rows)) != 0
     # A position that the table does not reach gives NaN, not the memory behind it.
@@ -81,8 +83,8 @@ def _qk_norm_rope_kernel(
 def qk_norm_rope_ineligible_reason(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    q_norm_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
     *,
     num_heads: int,
@@ -108,16 +110,28 @@ def qk_norm_rope_ineligible_reason(
     return (
         tensor_reason("qkv", qkv, shape=(None, width), dtypes=FLOAT_DTYPES)
         or tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
-        or tensor_reason("q_norm_weight", q_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES)
-        or tensor_reason("k_norm_weight", k_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES)
+        or _norm_weights_reason(q_norm_weight, k_norm_weight, head_dim)
+    )
+
+
+def _norm_weights_reason(
+    q_norm_weight: torch.Tensor | None, k_norm_weight: torch.Tensor | None, head_dim: int
+) -> str | None:
+    if (q_norm_weight is None) != (k_norm_weight is None):
+        given = "k_norm_weight" if q_norm_weight is None else "q_norm_weight"
+        return f"only {given} is given; pass both norm weights, or neither for heads without norms"
+    if q_norm_weight is None:
+        return None
+    return tensor_reason("q_norm_weight", q_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES) or tensor_reason(
+        "k_norm_weight", k_norm_weight, shape=(head_dim,), dtypes=FLOAT_DTYPES
     )
 
 
 def qk_norm_rope_triton(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    q_norm_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
     *,
     num_heads: int,
@@ -132,9 +146,9 @@ def qk_norm_rope_triton(
             Projected rows, changed in place; any row stride.
         positions (`torch.LongTensor` of shape `(rows,)`):
             Absolute position of each row. Heads of a position outside the table become NaN.
-        q_norm_weight (`torch.Tensor` of shape `(head_dim,)`):
-            Weight of the query heads' norm.
-        k_norm_weight (`torch.Tensor` of shape `(head_dim,)`):
+        q_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
+            Weight of the query heads' norm; without it and `k_norm_weight` heads are only rotated.
+        k_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
             Weight of the key heads' norm.
         cos_sin (`torch.Tensor` of shape `(max_positions, head_dim)`):
             Cosines of the `head_dim // 2` angles of each position, then their sines.
@@ -159,8 +173,8 @@ def qk_norm_rope_triton(
         _qk_norm_rope_kernel[(qkv.shape[0], num_heads + num_key_value_heads)](
             qkv,
             positions,
-            q_norm_weight,
-            k_norm_weight,
+            qkv if q_norm_weight is None else q_norm_weight,
+            qkv if k_norm_weight is None else k_norm_weight,
             cos_sin,
             cos_sin.shape[0],
             eps,
@@ -169,6 +183,7 @@ def qk_norm_rope_triton(
             NUM_HEADS=num_heads,
             HALF=half,
             BLOCK_HALF=next_power_of_2(half),
+            HAS_NORM=q_norm_weight is not None,
             num_warps=1,
         )
     return qkv
@@ -177,8 +192,8 @@ def qk_norm_rope_triton(
 def qk_norm_rope_reference(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    q_norm_weight: torch.Tensor,
-    k_norm_weight: torch.Tensor,
+    q_norm_weight: torch.Tensor | None,
+    k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
     *,
     num_heads: int,
@@ -189,9 +204,11 @@ def qk_norm_rope_reference(
     rows, head_dim = qkv.shape[0], cos_sin.shape[-1]
     rotated_heads = num_heads + num_key_value_heads
     heads = qkv[:, : rotated_heads * head_dim].unflatten(-1, (rotated_heads, head_dim))
-    weight = torch.stack([q_norm_weight] * num_heads + [k_norm_weight] * num_key_value_heads).float()
-    values = heads.float()
-    normed = (values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps) * weight).to(qkv.dtype)
+    normed = heads
+    if q_norm_weight is not None:
+        weight = torch.stack([q_norm_weight] * num_heads + [k_norm_weight] * num_key_value_heads).float()
+        values = heads.float()
+        normed = (values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps) * weight).to(qkv.dtype)
     first, second = normed.float().chunk(2, dim=-1)
     cos, sin = cos_sin[positions].float().view(rows, 1, head_dim).chunk(2, dim=-1)
     heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))

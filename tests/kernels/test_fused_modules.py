@@ -1,0 +1,223 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Fused stand-ins against the modules whose place they take."""
+
+import contextlib
+
+import pytest
+import torch
+
+
+pytest.importorskip("triton")
+
+from kernel_checks import relative_rms  # noqa: E402
+from transformers.cache_utils import Cache  # noqa: E402
+
+from transformers_dflash2 import compat, kernels, static_decoding  # noqa: E402
+from transformers_dflash2.fused_modules import fused_modules  # noqa: E402
+from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
+    block_attention_lengths,
+    use_block_attention,
+)
+from transformers_dflash2.stacked_context import StackedContext, stacked_context_reason  # noqa: E402
+from transformers_dflash2.static_buffers import StaticContext, StaticTargetLayer  # noqa: E402
+from transformers_dflash2.static_round import StaticRound  # noqa: E402
+from transformers_dflash2.testing import random_drafter, table_drafter, table_target  # noqa: E402
+
+
+# Sums in another order, through two layers.
+FP32_RELATIVE_RMS = 1e-5
+LAUNCHERS = ("rms_norm", "silu_mul", "qk_norm_rope")
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """How often each launcher ran."""
+    counts = dict.fromkeys((*LAUNCHERS, "context_kv"), 0)
+    for name in counts:
+        module = __import__(f"transformers_dflash2.kernels.{name}", fromlist=[name])
+        original = getattr(module, f"{name}_triton")
+
+        def launch(*args, name=name, original=original, **kwargs):
+            counts[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, f"{name}_triton", launch)
+    assert kernels.rms_norm_triton is not None
+    return counts
+
+
+def random_weights(model, std=0.3):
+    """Table targets mix little in; here every module has a say."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=std)
+    return model
+
+
+def block_logits(target, fused):
+    """Logits of a block on top of two rows of different length, in buffers of fixed size."""
+    torch.manual_seed(1)
+    rows, block, capacity = 2, 3, 12
+    device = target.device
+    config = target.config
+    lengths = torch.tensor([4, 6], device=device)
+    columns = lengths[:, None] + torch.arange(block, device=device)
+    shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
+    layers = [
+        StaticTargetLayer(columns, torch.randn(shape, device=device), torch.randn(shape, device=device))
+        for _ in range(config.num_hidden_layers)
+    ]
+    inputs = {"input_ids": torch.randint(1, 30, (rows, block), device=device), "position_ids": columns}
+    with (
+        torch.no_grad(),
+        use_block_attention(target),
+        block_attention_lengths(lengths),
+        fused_modules(target) if fused else contextlib.nullcontext() as counts,
+    ):
+        logits = target(**inputs, **{compat.CACHE_KEY: Cache(layers=layers)}, use_cache=True).logits
+    return logits, counts, layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "kinds", "ropes"),
+    [
+        pytest.param("qwen3", {}, {"norm": 9, "mlp": 2, "layer": 2, "attention": 2}, 2, id="qwen3"),
+        pytest.param("llama", {}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="llama"),
+        pytest.param("qwen2", {}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="qwen2-biases"),
+        pytest.param(
+            "mistral", {"sliding_window": 3}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="mistral-window"
+        ),
+        # Its rotation covers half a head, its norms have biases, its layer adds both sublayers at once.
+        pytest.param("phi", {}, {}, 0, id="phi-left-alone"),
+        # Norms by 1 + weight, four of them per layer.
+        pytest.param("gemma3_text", {"layer_types": ["full_attention"] * 2}, {}, 0, id="gemma3-left-alone"),
+    ],
+)
+def test_fused_model_equals_the_model(device, launches, model_type, options, kinds, ropes):
+    """Catches a stand-in for a class that computes something else, and one that never runs."""
+    target = random_weights(table_target(model_type=model_type, num_hidden_layers=2, **options)).to(device)
+    expected, _, expected_layers = block_logits(target, fused=False)
+    assert not any(launches.values())
+    actual, counts, layers = block_logits(target, fused=True)
+    assert dict(counts) == kinds
+    assert launches["qk_norm_rope"] == ropes
+    assert bool(launches["silu_mul"]) == bool(kinds)
+    # The first norm and the last, and per layer the one before attention and, unless fused, those of heads.
+    assert launches["rms_norm"] == (5 if kinds else 0)
+    assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
+    for mine, theirs in zip(layers, expected_layers, strict=True):
+        assert relative_rms(mine.keys, theirs.keys) < FP32_RELATIVE_RMS
+        assert relative_rms(mine.values, theirs.values) < FP32_RELATIVE_RMS
+
+
+def test_models_are_put_back(device):
+    """Catches a stand-in that outlives its context, or that hides a forward of the caller's."""
+    target = table_target().to(device)
+    norm = target.model.norm
+    own = norm.forward = lambda hidden: hidden
+    with pytest.raises(KeyError), fused_modules(target):
+        assert norm.forward is own
+        raise KeyError
+    assert [module for module in target.modules() if "forward" in vars(module)] == [norm]
+
+
+def test_a_call_without_a_cache_is_the_classes_own(device, launches):
+    """Catches a stand-in that needs the buffers of a recording."""
+    target = random_weights(table_target(num_hidden_layers=1)).to(device)
+    ids = torch.tensor([[3, 7, 1]], device=device)
+    with torch.no_grad():
+        expected = target(ids, use_cache=False).logits
+        with fused_modules(target):
+            actual = target(ids, use_cache=False).logits
+    assert launches["qk_norm_rope"] == 0
+    assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
+
+
+def draft_inputs(device, entries=5):
+    target = table_target()
+    draft = random_drafter(target, layer_types=["sliding_attention", "full_attention"], sliding_window=4).to(device)
+    width = len(draft.config.target_layer_ids) * draft.config.target_hidden_size
+    features = torch.randn(2, entries, width, device=device)
+    positions = torch.arange(entries, device=device).expand(2, -1) + torch.tensor([[0], [9]], device=device)
+    return draft, features, positions
+
+
+def test_fused_drafter_equals_the_drafter(device, launches):
+    """Catches a draft attention whose stand-in writes, windows or rotates otherwise."""
+    draft, features, positions = draft_inputs(device)
+    embeds = torch.randn(2, 4, 32, device=device)
+    outputs = []
+    for fused in (False, True):
+        context = StaticContext(draft, rows=2, capacity=12)
+        with torch.no_grad(), fused_modules(draft) if fused else contextlib.nullcontext():
+            draft.append_context(context, features, positions, torch.tensor([5, 3], device=device))
+            block = context.lengths[:, None] + torch.arange(4, device=device)
+            outputs.append(draft(embeds, block, context).last_hidden_state)
+    assert launches["qk_norm_rope"] == 2 and launches["silu_mul"] == 2
+    assert relative_rms(outputs[1], outputs[0]) < FP32_RELATIVE_RMS
+
+
+def test_stacked_context_equals_the_layers(device, launches):
+    """Catches keys of another layer, uncommitted entries that are kept, and weights of an earlier call."""
+    draft, features, positions = draft_inputs(device)
+    assert stacked_context_reason(draft) is None
+    counts = torch.tensor([5, 2], device=device)
+    plain, context = (StaticContext(draft, rows=2, capacity=12) for _ in range(2))
+    stacked = StackedContext(draft, context)
+    with torch.no_grad():
+        for layer in draft.layers:
+            layer.self_attn.k_proj.weight.mul_(1.5)
+            layer.self_attn.k_norm.weight.mul_(0.5)
+        stacked.refresh(draft)
+        for shift in (0, 5):
+            draft.append_context(plain, features, positions + shift, counts)
+            stacked.append(draft, features, positions + shift, counts)
+    assert launches["context_kv"] == 2
+    assert torch.equal(context.lengths, plain.lengths)
+    for mine, theirs in zip((*context.keys, *context.values), (*plain.keys, *plain.values), strict=True):
+        for row, length in enumerate(plain.lengths.tolist()):
+            assert relative_rms(mine[row, :, :length], theirs[row, :, :length]) < FP32_RELATIVE_RMS
+
+
+def test_other_projections_are_not_stacked(device):
+    """Catches a quantised projection whose weight is read."""
+    draft, _, _ = draft_inputs(device)
+
+    class Wrapped(torch.nn.Linear):
+        pass
+
+    draft.layers[1].self_attn.v_proj = Wrapped(32, 16, bias=False).to(device)
+    assert "Wrapped" in stacked_context_reason(draft)
+
+
+def test_same_tokens_with_fused_modules(device, launches, monkeypatch):
+    """Catches kernels that agree one by one and not in a round."""
+    # The interpreter takes milliseconds a program.
+    monkeypatch.setattr(static_decoding, "MIN_CAPACITY", 16)
+
+    def play(self, key, call, *, during_capture=contextlib.nullcontext, **kwargs):
+        with during_capture():
+            call()
+
+    # What a recording would hold, without a device that records.
+    monkeypatch.setattr(StaticRound, "play", play)
+    target = table_target(num_hidden_layers=3).to(device)
+    draft = table_drafter(target)
+    inputs = {"inputs": torch.tensor([[3, 7, 1]], device=device), "max_new_tokens": 4, "do_sample": False}
+    expected = target.generate(**inputs)
+    options = {"cache_implementation": "static", "num_assistant_tokens": 1}
+    drafted = target.generate(assistant_model=draft, **options, **inputs)
+    assert launches["qk_norm_rope"] > 0 and launches["context_kv"] > 0
+    assert torch.equal(drafted, expected)

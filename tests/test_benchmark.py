@@ -1,0 +1,188 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The benchmark command on tiny shapes: what it counts, and that its synthetic models do what they promise."""
+
+import json
+
+import pytest
+import torch
+from generation_checks import t0
+from test_generate import text_tokenizer
+
+from transformers_dflash2.benchmark.__main__ import main, parse_arguments
+from transformers_dflash2.benchmark.contestants import NAMES, Workload, contestants, load_public
+from transformers_dflash2.benchmark.measure import pass_bytes, round_bytes
+from transformers_dflash2.benchmark.report import table
+from transformers_dflash2.benchmark.synthetic import SHAPES, plan_rounds, synthetic_pair
+from transformers_dflash2.testing import table_drafter
+
+
+RUN = ["--device", "cpu", "--dtype", "float32", "--repeats", "1", "--new-tokens", "25"]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return synthetic_pair(SHAPES["tiny"], mean_accepted_length=3.0)
+
+
+def prompts(pair, rows=2):
+    ids = torch.randint(1, 90, (rows, 12))
+    ids[:, -1] = pair.cycle[-1]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tokens", "rounds"),
+    [
+        pytest.param(8, 16, [8, 8], id="all-accepted"),
+        pytest.param(1, 4, [1, 1, 1, 1], id="none-accepted"),
+        pytest.param(2.5, 16, [2, 3, 2, 3, 2, 3], id="between-two-lengths"),
+        pytest.param(1, 2, [1, 1], id="fewest-tokens"),
+    ],
+)
+def test_rounds_have_the_wanted_mean(wanted, tokens, rounds):
+    """Catches a plan that fits the cycle and misses the mean."""
+    assert plan_rounds(wanted, block=8, tokens=tokens) == rounds
+
+
+@pytest.mark.parametrize("wanted", [0.5, 8.5])
+def test_an_impossible_acceptance_is_refused(wanted):
+    """Catches an acceptance that is silently replaced by another."""
+    with pytest.raises(ValueError, match=rf"mean_accepted_length={wanted}.*choose 1 to 8"):
+        plan_rounds(wanted, block=8, tokens=16)
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("wanted", [1.0, 2.5, 8.0])
+def test_weights_alone_bring_about_the_acceptance(wanted, sampling):
+    """Catches synthetic weights that are accepted more or less often than the command says."""
+    pair = synthetic_pair(SHAPES["tiny"], mean_accepted_length=wanted)
+    inputs = prompts(pair)
+    # Whole rounds only, and the first token comes from the prefill.
+    options = {"max_new_tokens": 1 + 8 * 5, **sampling}
+    drafted = pair.target.generate(inputs, assistant_model=pair.draft, **options)
+    assert pair.mean_accepted_length == wanted
+    assert pair.draft.last_stats.mean_accepted_length == pytest.approx(wanted, rel=0.03)
+    assert torch.equal(drafted, pair.target.generate(inputs, **options))
+    turns = drafted[0, inputs.shape[1] :][: len(pair.cycle)]
+    assert torch.equal(turns, pair.cycle)
+
+
+def test_synthetic_matrices_are_dense(pair):
+    """Catches products with zeros, which a GPU computes faster than others."""
+    for model in (pair.target, pair.draft):
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "base_kernel" not in name and "codebook" not in name:
+                assert (parameter != 0).float().mean() > 0.99, name
+
+
+def test_bytes_count_what_a_pass_reads(pair):
+    """Catches a floor with the embedding table in it, or a round without its second head."""
+    config, rows, tokens = pair.target.config, 3, 100
+    table_bytes = config.vocab_size * config.hidden_size * 4
+    weights = sum(p.numel() * 4 for p in pair.target.parameters()) - table_bytes
+    entry = 2 * config.num_key_value_heads * config.head_dim * 4
+    one_pass = pass_bytes(pair.target, tokens=tokens, rows=rows)
+    assert one_pass == weights + rows * tokens * entry * config.num_hidden_layers
+    selector = pair.draft.candidate_selector
+    codebooks = 4 * (selector.predecessor_codebook.numel() + selector.successor_codebook.numel())
+    draft_weights = sum(p.numel() * 4 for p in pair.draft.parameters()) - codebooks
+    # One of the two draft layers sees 64 tokens at most.
+    context = rows * (64 + tokens) * entry
+    assert round_bytes(pair.target, pair.draft, tokens=tokens, rows=rows) == (
+        one_pass + draft_weights + table_bytes + context
+    )
+
+
+def test_command_on_a_shape(tmp_path, capsys):
+    """Catches a command that fails, a method that vanishes, and ids that nobody compared."""
+    path = tmp_path / "record.json"
+    record = main(["--shape", "tiny", "--batch", "1", "2", "--context", "12", "--json", str(path), *RUN])
+    assert json.loads(path.read_text()) == json.loads(json.dumps(record))
+    assert [(result["method"], result["batch"]) for result in record["results"]] == [
+        (name, batch) for batch in (1, 2) for name in NAMES
+    ]
+    measured = {(r["method"], r["batch"]): r for r in record["results"] if "skipped" not in r}
+    for batch in (1, 2):
+        plain = measured["plain", batch]
+        assert plain["passes"] == 24 and plain["tokens"] == 24 * batch
+        for name in ("dynamic", "static"):
+            ours = measured[name, batch]
+            assert ours["identical_rows"] == batch
+            assert ours["tokens"] == 24 * batch
+            assert ours["tokens_per_pass"] == pytest.approx(24 / ours["passes"])
+            assert ours["passes"] < 12
+            assert ours["pass_bytes"] > plain["pass_bytes"]
+    assert record["copy_bytes_per_second"] > 0
+    assert set(record["phases"][0]["seconds"]) == {"draft", "verify", "accept", "commit"}
+    assert record["environment"]["versions"]["torch"] == torch.__version__
+    printed = capsys.readouterr().out
+    assert table(record) in printed
+    for name in NAMES:
+        assert name in printed
+
+
+def test_command_on_a_real_pair(tmp_path):
+    """Catches folders that are not loaded, prompts that are not padded, and lookups that are not counted."""
+    target = t0()
+    target.save_pretrained(tmp_path / "target")
+    text_tokenizer().save_pretrained(tmp_path / "target")
+    table_drafter(target).save_pretrained(tmp_path / "draft")
+    pair = ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    methods = ["--methods", "plain", "prompt-lookup", "dynamic"]
+    record = main([*pair, "--prompts", "2", "--batch", "1", *methods, *RUN])
+    plain, lookup, dynamic = record["results"]
+    assert plain["tokens"] == dynamic["tokens"] == lookup["tokens"] == 48
+    assert dynamic["identical_rows"] == lookup["identical_rows"] == 2
+    assert plain["passes"] == 48 and dynamic["passes"] < 48 and lookup["passes"] <= 48
+
+
+def test_plot(tmp_path):
+    """Catches a picture that only draws where all methods ran."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rates.png"
+    main(["--shape", "tiny", "--context", "8", "--methods", "plain", "prompt-lookup", "--plot", str(path), *RUN])
+    assert path.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        pytest.param([], "--shape", id="no-models"),
+        pytest.param(["--shape", "tiny", "--target", "x"], "--shape", id="two-pairs"),
+        pytest.param(["--target", "x"], "--draft", id="no-drafter"),
+        pytest.param(["--shape", "tiny", "--block", "1"], "--block must be at least 2, got 1", id="block"),
+        pytest.param(["--shape", "tiny", "--batch", "0"], "--batch must be at least 1, got 0", id="batch"),
+        pytest.param(["--shape", "tiny", "--repeats", "0"], "--repeats must be at least 1, got 0", id="repeats"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments, message, capsys):
+    """Catches a long build that ends in an error about the command line."""
+    with pytest.raises(SystemExit):
+        parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_public_loop(pair):
+    """Catches weights that reach the public package under other names."""
+    pytest.importorskip("dflash")
+    inputs = prompts(pair, rows=1)
+    workload = Workload([{"input_ids": inputs, "attention_mask": torch.ones_like(inputs)}], 30)
+    public = load_public(pair.draft)
+    (loop,) = [c for c in contestants(pair.target, pair.draft, workload, public=public) if c.name == "public-dflash"]
+    assert torch.equal(loop.run(workload.inputs[0], 30), pair.target.generate(inputs, max_new_tokens=30))
+    # Four tokens a round or three, the first token apart.
+    assert loop.passes() == 11

@@ -1,0 +1,124 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""When the static tempo is taken, and what `compile_config` does to it."""
+
+import copy
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from generation_checks import PROMPT, d0, t0
+from test_static import static
+from transformers import CompileConfig, GenerationConfig
+
+from transformers_dflash2.integration import _static_options
+
+
+CUDA, CPU = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
+
+
+def chosen(target, call_config=None, **options):
+    """`(how the tempo runs, what is left for the host)` of one call."""
+    arguments = {} if call_config is None else {"generation_config": call_config}
+
+    def effective(name):
+        return options.get(name, getattr(arguments.get("generation_config"), name, None))
+
+    return _static_options(target, arguments, options, effective), options, arguments
+
+
+def test_default_on_cuda_only():
+    """Catches a tempo that has to be asked for, or that a CPU gets unasked."""
+    assert chosen(CUDA)[0] == {"record": True, "compile_config": None}
+    assert chosen(CPU)[0] is None
+
+
+@pytest.mark.parametrize("option", [{"cache_implementation": "dynamic"}, {"disable_compile": True}], ids=str)
+def test_opting_out(option):
+    """Catches a call that cannot get rid of buffers and graphs."""
+    assert chosen(CUDA, **option)[0] is None
+
+
+@pytest.mark.parametrize("target", [CUDA, CPU], ids=["cuda", "cpu"])
+def test_asking_without_recording(target):
+    """Catches a static cache that brings a compilation which the call rules out."""
+    static_options, options, _ = chosen(
+        target, cache_implementation="static", disable_compile=True, compile_config=CompileConfig()
+    )
+    assert static_options == {"record": False, "compile_config": None}
+    assert options["cache_implementation"] == "dynamic"
+
+
+def test_the_host_sees_neither_request():
+    """Catches a static cache or a compilation by the host beside ours, and a caller's config that is changed."""
+    wanted = CompileConfig()
+    static_options, options, _ = chosen(CUDA, compile_config=wanted)
+    assert static_options["compile_config"] is wanted
+    assert options == {}
+    config = GenerationConfig(cache_implementation="static", compile_config=wanted)
+    before = copy.deepcopy(config)
+    static_options, options, arguments = chosen(CPU, config)
+    assert static_options == {"record": True, "compile_config": wanted}
+    assert options == {}
+    assert arguments["generation_config"].cache_implementation == "dynamic"
+    assert arguments["generation_config"].compile_config is None
+    assert config == before
+
+
+def compile_config(backend, **options):
+    config = CompileConfig(backend=backend, **options)
+    # The host's own switch for tests on a CPU.
+    config._compile_all_devices = True
+    return config
+
+
+def test_compiled_forward_is_one_graph_with_the_same_tokens():
+    """Catches a hook, a buffer or a length that breaks the graph, or is frozen in it."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    config = compile_config(backend, fullgraph=True)
+    inputs = {"inputs": PROMPT.repeat(3, 1), "max_new_tokens": 25, "do_sample": False}
+    assert torch.equal(static(t0(), d0(), compile_config=config, **inputs), t0().generate(**inputs))
+    assert len(compiled) == 1
+
+
+def test_a_failed_compilation_is_reported(caplog):
+    """Catches a call that fails, or is slow without a word, because of a compiler."""
+    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+
+    def backend(graph, inputs):
+        raise NotImplementedError("no such operation")
+
+    inputs = {"inputs": PROMPT, "max_new_tokens": 25, "do_sample": False}
+    drafted = static(t0(), d0(), compile_config=compile_config(backend), **inputs)
+    assert torch.equal(drafted, t0().generate(**inputs))
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "compile_config is not honoured" in message and "no such operation" in message
+
+
+def test_a_cpu_does_not_compile(caplog):
+    """Catches minutes of compilation where the host would not compile either."""
+    caplog.set_level(logging.INFO, logger="transformers_dflash2")
+
+    def backend(graph, inputs):
+        raise AssertionError("compiled on a CPU")
+
+    inputs = {"inputs": PROMPT, "max_new_tokens": 9, "do_sample": False}
+    static(t0(), d0(), compile_config=CompileConfig(backend=backend), **inputs)
+    assert any("it needs a CUDA device" in record.getMessage() for record in caplog.records)

@@ -1,0 +1,322 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""
+Compare decoding methods on one pair of models: one table on the terminal, one JSON record on request.
+
+    python -m transformers_dflash2.benchmark --target T --draft D            # a real pair and its prompts
+    python -m transformers_dflash2.benchmark --shape qwen3-8b --device cuda  # random weights, chosen acceptance
+
+`tokens/s` counts decoding, the prefill taken off; `first s` is a method's first call, with what it captures and
+compiles. `floor ms` is the time that the least bytes of a pass (of a round, with a drafter) take at the rate of a copy
+within the device's memory, and `same` counts rows whose ids are those of `plain`.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformers_dflash2 import DFlash2DraftModel
+
+from . import measure, report
+from .contestants import NAMES, Contestant, Workload, contestants, load_public
+from .prompts import PROMPTS
+from .synthetic import SHAPES, synthetic_pair
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """Read and check the command line; what cannot work is refused before any model is built."""
+    parser = argparse.ArgumentParser(
+        prog="python -m transformers_dflash2.benchmark",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    pair = parser.add_argument_group("models")
+    pair.add_argument("--target", help="folder or Hub id of the target")
+    pair.add_argument("--draft", help="folder or Hub id of its drafter")
+    pair.add_argument("--host-v1", help="folder or Hub id of a DFlash v1 drafter, for the host's own loop")
+    pair.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead of a real pair")
+    pair.add_argument(
+        "--mean-accepted-length", type=float, default=4.0, help="tokens per round, with --shape (default: %(default)s)"
+    )
+    pair.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    pair.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    work = parser.add_argument_group("work")
+    work.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: %(default)s)")
+    work.add_argument("--new-tokens", type=int, default=128, help="tokens to write per row (default: %(default)s)")
+    work.add_argument("--context", type=int, default=512, help="prompt tokens, with --shape (default: %(default)s)")
+    work.add_argument(
+        "--prompts", type=int, default=len(PROMPTS), help="prompts of a real pair (default: %(default)s)"
+    )
+    work.add_argument("--block", type=int, help="anchor and drafted tokens; the drafter's block by default")
+    work.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
+    work.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES), metavar="METHOD", help=f"of {NAMES}")
+    work.add_argument("--repeats", type=int, default=3, help="timed calls, fewer past --budget (default: %(default)s)")
+    work.add_argument("--budget", type=float, default=20.0, help="seconds of timed calls per method (%(default)s)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", help="write the record here")
+    out.add_argument("--plot", help="draw the rates here (needs matplotlib)")
+    options = parser.parse_args(argv)
+
+    if (options.shape is None) == (options.target is None):
+        parser.error("choose a real pair with --target and --draft, or random weights with --shape")
+    if options.target is not None and options.draft is None:
+        parser.error("--target needs --draft")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    for name in ("new_tokens", "context", "prompts", "repeats"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    if options.block is not None and options.block < 2:
+        parser.error(f"--block must be at least 2, got {options.block}")
+    if min(options.batch) < 1:
+        parser.error(f"--batch must be at least 1, got {min(options.batch)}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the comparison; returns the record."""
+    options = parse_arguments(argv)
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    if options.shape is not None:
+        pair = synthetic_pair(
+            SHAPES[options.shape],
+            mean_accepted_length=options.mean_accepted_length,
+            block=options.block,
+            dtype=dtype,
+            device=device,
+        )
+        target, draft, name = pair.target, pair.draft, options.shape
+        batches = {batch: [_random_prompts(pair, batch, options.context)] for batch in options.batch}
+    else:
+        target, draft, batches = _load_pair(options, device, dtype)
+        name = Path(options.target).name
+    slots = None if options.block is None else options.block - 1
+    models = {"host_v1": _load_host_v1(options, device, dtype), "public": None}
+    if "public-dflash" in options.methods:
+        models["public"] = load_public(draft, options.draft)
+    rate = measure.copy_rate(device)
+    results, phases = [], []
+    for batch, inputs in batches.items():
+        workload = Workload(
+            inputs, options.new_tokens, slots, options.temperature, repeats_itself=options.shape is not None
+        )
+        expected = None
+        for contestant in contestants(target, draft, workload, **models):
+            if contestant.name not in options.methods:
+                continue
+            result, sequences = _measure(contestant, target, draft, workload, options, rate, expected)
+            expected = sequences if contestant.name == "plain" else expected
+            results.append({"method": contestant.name, "batch": batch, **result})
+            _progress(results[-1])
+        if "dynamic" in options.methods:
+            phases.append({"batch": batch, "method": "dynamic", "seconds": _dynamic_phases(target, draft, workload)})
+    plain = {result["batch"]: result for result in results if result["method"] == "plain"}
+    for result in results:
+        if "skipped" not in result:
+            base = plain.get(result["batch"])
+            result["over_plain"] = base and result["tokens_per_second"] / base["tokens_per_second"]
+    record = {
+        "command": ["python", "-m", "transformers_dflash2.benchmark", *(sys.argv[1:] if argv is None else argv)],
+        "environment": measure.environment(device),
+        "workload": {"name": name, **vars(options)},
+        "copy_bytes_per_second": rate,
+        "results": results,
+        "phases": phases,
+    }
+    print(report.table(record))
+    if options.json:
+        Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if options.plot:
+        report.plot(record, options.plot)
+    return record
+
+
+def _random_prompts(pair, batch: int, length: int) -> dict[str, torch.Tensor]:
+    vocab = pair.target.config.vocab_size
+    ids = torch.randint(1, vocab - 1, (batch, length), generator=torch.Generator().manual_seed(0))
+    # The drafter knows the way from here.
+    ids[:, -1] = pair.cycle[-1]
+    ids = ids.to(pair.target.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _load_pair(options: argparse.Namespace, device: torch.device, dtype: torch.dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    target = AutoModelForCausalLM.from_pretrained(options.target, dtype=dtype).to(device)
+    draft = DFlash2DraftModel.from_pretrained(options.draft, dtype=dtype).to(device)
+    tokenizer = AutoTokenizer.from_pretrained(options.target, padding_side="left")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    texts = PROMPTS[: options.prompts]
+    if tokenizer.chat_template is not None:
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+            for text in texts
+        ]
+    batches = {}
+    for batch in options.batch:
+        chunks = [texts[start : start + batch] for start in range(0, len(texts), batch)]
+        batches[batch] = [
+            dict(tokenizer(chunk, return_tensors="pt", padding=True, add_special_tokens=False).to(device))
+            for chunk in chunks
+            if len(chunk) == batch
+        ]
+        if not batches[batch]:
+            raise SystemExit(f"--batch {batch} needs as many prompts; there are {len(texts)}.")
+    return target, draft, batches
+
+
+def _load_host_v1(options: argparse.Namespace, device: torch.device, dtype: torch.dtype):
+    if options.host_v1 is None or "host-dflash-v1" not in options.methods:
+        return None
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(options.host_v1, dtype=dtype).to(device)
+
+
+def _measure(contestant: Contestant, target, draft, workload: Workload, options, rate: float, expected):
+    """One method on one batch size: `(result, sequences)`."""
+    if contestant.skip is not None:
+        return {"skipped": contestant.skip}, None
+    device = target.device
+    contestant.prepare()
+    measure.reset_peak_memory(device)
+    new_tokens = workload.new_tokens
+    first, _ = measure.seconds(lambda: contestant.run(workload.inputs[0], new_tokens), device)
+    sequences, passes = [], 0
+    for inputs in workload.inputs:
+        output, counted = _counted(contestant, target, inputs, new_tokens)
+        sequences.append(output)
+        passes += counted
+    decode = _median_seconds(contestant, workload, new_tokens, options, device)
+    prefill = _median_seconds(contestant, workload, 1, options, device)
+    rows = workload.inputs[0]["input_ids"].shape[0]
+    written = [_new_tokens(output, inputs, target) for output, inputs in zip(sequences, workload.inputs, strict=True)]
+    # The prefill gives each row its first token.
+    tokens, passes = sum(map(sum, written)) - rows * len(written), passes - len(written)
+    length = statistics.mean(inputs["input_ids"].shape[1] for inputs in workload.inputs) + new_tokens / 2
+    least = measure.pass_bytes(target, tokens=int(length), rows=rows)
+    if contestant.drafts:
+        least = measure.round_bytes(target, draft, tokens=int(length), rows=rows)
+    spent = max(decode - prefill, 0.0)
+    identical = None
+    if expected is not None and workload.temperature == 0:
+        identical = sum(_same_rows(mine, theirs) for mine, theirs in zip(sequences, expected, strict=True))
+    result = {
+        "tokens_per_second": tokens / spent if spent else None,
+        "seconds": spent,
+        "prefill_seconds": prefill,
+        "first_call_seconds": first,
+        "tokens": tokens,
+        "passes": passes,
+        "tokens_per_pass": tokens / rows / passes if passes else None,
+        "milliseconds_per_pass": spent / passes * 1e3 if passes else None,
+        "pass_bytes": least,
+        "floor_milliseconds": least / rate * 1e3,
+        "peak_gibibytes": measure.peak_memory(device) / 2**30,
+        "identical_rows": identical,
+        "over_plain": None,
+    }
+    if contestant.passes is not None and draft.last_stats is not None and contestant.name != "public-dflash":
+        result["mean_accepted_length"] = draft.last_stats.mean_accepted_length
+        result["accepted_per_position"] = draft.last_stats.accepted_per_position
+    return result, sequences
+
+
+def _counted(contestant: Contestant, target, inputs, new_tokens: int) -> tuple[torch.Tensor, int]:
+    """Sequences of one call, and how often the target ran in it."""
+    if contestant.passes is not None:
+        return contestant.run(inputs, new_tokens), contestant.passes()
+    if contestant.name == "plain-static-compile":
+        # A hook would be compiled along; one pass makes one token.
+        output = contestant.run(inputs, new_tokens)
+        return output, output.shape[1] - inputs["input_ids"].shape[1]
+    calls = []
+    handle = target.register_forward_pre_hook(lambda *args: calls.append(None))
+    try:
+        return contestant.run(inputs, new_tokens), len(calls)
+    finally:
+        handle.remove()
+
+
+def _median_seconds(contestant: Contestant, workload: Workload, new_tokens: int, options, device) -> float:
+    """Time of all batches, the median of as many repeats as the budget allows."""
+    times: list[float] = []
+    while len(times) < options.repeats and (not times or sum(times) < options.budget):
+        times.append(
+            sum(measure.seconds(lambda b=batch: contestant.run(b, new_tokens), device)[0] for batch in workload.inputs)
+        )
+    return statistics.median(times)
+
+
+def _new_tokens(output: torch.Tensor, inputs: dict[str, torch.Tensor], target) -> list[int]:
+    """Tokens each row wrote, up to its end token."""
+    ends = target.generation_config.eos_token_id
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else ends
+    written = []
+    for row in output[:, inputs["input_ids"].shape[1] :].tolist():
+        stops = [index for index, token in enumerate(row) if token in ends]
+        written.append(stops[0] + 1 if stops else len(row))
+    return written
+
+
+def _same_rows(mine: torch.Tensor, theirs: torch.Tensor) -> int:
+    width = min(mine.shape[1], theirs.shape[1])
+    if mine.shape[1] != theirs.shape[1]:
+        return 0
+    return int((mine[:, :width] == theirs[:, :width]).all(dim=1).sum())
+
+
+def _dynamic_phases(target, draft, workload: Workload) -> dict[str, float]:
+    """Mean seconds of a round of the dynamic tempo by phase; each phase waits for the device."""
+    previous = os.environ.get("TRANSFORMERS_DFLASH2_TIMING")
+    os.environ["TRANSFORMERS_DFLASH2_TIMING"] = "1"
+    slots = {} if workload.slots is None else {"num_assistant_tokens": workload.slots}
+    try:
+        target.generate(
+            **workload.inputs[0],
+            max_new_tokens=workload.new_tokens,
+            assistant_model=draft,
+            cache_implementation="dynamic",
+            **workload.sampling,
+            **slots,
+        )
+    finally:
+        if previous is None:
+            del os.environ["TRANSFORMERS_DFLASH2_TIMING"]
+        else:
+            os.environ["TRANSFORMERS_DFLASH2_TIMING"] = previous
+    passes = max(draft.last_stats.target_passes - 1, 1)
+    return {name: spent / passes for name, spent in draft.last_stats.phase_seconds.items() if name != "prefill"}
+
+
+def _progress(result: dict[str, Any]) -> None:
+    what = result.get("skipped") or f"{result['seconds']:.2f} s for {result['tokens']} tokens"
+    print(f"{result['method']}, batch {result['batch']}: {what}", file=sys.stderr, flush=True)
+
+
+__all__ = ["main", "parse_arguments"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Preallocated keys and values of the static tempo, with a length of its own for every row.
+
+Entry `j` of a row is in column `j`. A block is written behind the row's length and stays there if it is rejected:
+nothing reads past a length, and the next block overwrites it.
+"""
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .kernels.block_attention import block_attention_reference
+from .kernels.dispatch import dispatch
+from .modeling_dflash2 import DFlash2DraftModel
+
+
+def write_columns(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
+    """
+    Write states into a buffer, each row's at columns of its own.
+
+    Args:
+        buffer (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Written in place.
+        rows (`torch.LongTensor` of shape `(batch, 1)`): The rows that are written.
+        columns (`torch.LongTensor` of shape `(batch, entries)`): Where each entry goes.
+        states (`torch.Tensor` of shape `(batch, kv_heads, entries, head_dim)`): What is written.
+    """
+    # An indexed write, as in the host's own static layers: a compiler makes it in place.
+    buffer[rows, :, columns] = states.transpose(1, 2)
+
+
+class StaticTargetLayer(CacheLayerMixin):
+    """
+    Keys and values of one target layer.
+
+    Args:
+        columns (`torch.LongTensor` of shape `(rows, block)`): Where the next block goes; the owner keeps it current.
+        keys (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Key buffer.
+        values (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Value buffer.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
+        super().__init__()
+        self.columns = columns
+        self.rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+        self.device, self.dtype = keys.device, keys.dtype
+
+    def lazy_initialization(self, *args, **kwargs) -> None:
+        """Nothing to do: the buffers are there."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Write a block of shape `(rows, kv_heads, block, head_dim)`; returns the whole buffers."""
+        write_columns(self.keys, self.rows, self.columns, key_states)
+        write_columns(self.values, self.rows, self.columns, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
+        """Columns and offset; the attention function masks by length on its own."""
+        return self.keys.shape[-2], 0
+
+    def get_seq_length(self, *args, **kwargs) -> int:
+        """Lengths differ from row to row and live on the device; positions are passed to the model explicitly."""
+        return 0
+
+    def get_max_length(self, *args, **kwargs) -> int:
+        """Columns of the buffer."""
+        return self.keys.shape[-2]
+
+    get_max_cache_shape = get_max_length
+
+
+class StaticContext:
+    """
+    The drafter's context; stands in for [`DFlash2ContextCache`] in a fixed body.
+
+    Args:
+        draft ([`DFlash2DraftModel`]): The drafter.
+        rows (`int`): Rows.
+        capacity (`int`): Committed entries per row, plus the longest block.
+    """
+
+    def __init__(self, draft: DFlash2DraftModel, *, rows: int, capacity: int):
+        config = draft.config
+        # One more column takes what must not be kept.
+        shape = (rows, config.num_key_value_heads, capacity + 1, config.head_dim)
+        self._discard = capacity
+        options = {"device": draft.device, "dtype": draft.dtype}
+        self.keys = [torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)]
+        self.values = [torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)]
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=draft.device)
+        self._rows = torch.arange(rows, device=draft.device)[:, None]
+        self._columns: torch.Tensor | None = None
+
+    def begin_append(self, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """
+        As [`DFlash2ContextCache.begin_append`], with `counts` on the device and for the first rows only.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch, entries)`: the column of each entry.
+        """
+        index = torch.arange(positions.shape[1], device=positions.device)
+        lengths = self.lengths[: positions.shape[0]]
+        self._columns = torch.where(index < counts[:, None], lengths[:, None] + index, self._discard)
+        lengths += counts
+        return self._columns
+
+    def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """As [`DFlash2ContextCache.append`]."""
+        self._write(layer_idx, self._columns, keys, values)
+
+    def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor):
+        """Write the block behind each row's context; returns the whole buffers."""
+        columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
+        self._write(layer_idx, columns, keys, values)
+        return self.keys[layer_idx], self.values[layer_idx]
+
+    def _write(self, layer_idx: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        rows = self._rows[: keys.shape[0]]
+        write_columns(self.keys[layer_idx], rows, columns, keys)
+        write_columns(self.values[layer_idx], rows, columns, values)
+
+    def block_mask(self, *args, **kwargs) -> None:
+        """None: [`attend`] masks by length."""
+
+    def attend(self, module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention of a block over its row's context and itself; returns `(rows, block, heads, head_dim)`."""
+        output = dispatch(
+            "block_attention",
+            block_attention_reference,
+            queries,
+            keys,
+            values,
+            self.lengths,
+            scale=module.scaling,
+            is_causal=module.block_is_causal,
+            window=module.sliding_window,
+        )
+        return output.transpose(1, 2)
+
+
+__all__ = ["StaticContext", "StaticTargetLayer", "write_columns"]
