@@ -612,6 +612,10 @@ class DFlash2DraftModel(DFlash2Model):
     def validate_vocabulary(self, vocab_size: int) -> None:
         """Check that the drafter proposes ids under `vocab_size` only, as one that uses the target's head does."""
 
+    def noise_shape(self, batch: int, slots: int, vocab_size: int) -> tuple[int, ...]:
+        """Shape of what [`draw_noise`] returns for the same arguments."""
+        return batch, slots
+
     def draw_noise(self, batch: int, slots: int, vocab_size: int) -> torch.Tensor:
         """
         Random numbers for [`propose`], from the global stream of the drafter's device.
@@ -624,7 +628,7 @@ class DFlash2DraftModel(DFlash2Model):
         Returns:
             `torch.Tensor` of shape `(batch, slots)`: one number in `[0, 1)` per token.
         """
-        return torch.rand(batch, slots, device=self.device)
+        return torch.rand(self.noise_shape(batch, slots, vocab_size), device=self.device)
 
     def propose(
         self,

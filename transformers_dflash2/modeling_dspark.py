@@ -242,6 +242,11 @@ class DSparkDraftModel(DFlash2DraftModel):
                 "of its own; the table holds offsets, target id minus draft id."
             )
 
+    def noise_shape(self, batch: int, slots: int, vocab_size: int) -> tuple[int, ...]:
+        """Shape of what [`draw_noise`] returns for the same arguments."""
+        candidates = self.target_ids(vocab_size).numel()
+        return batch, slots, candidates if self.draft_top_k is None else min(self.draft_top_k, candidates)
+
     def draw_noise(self, batch: int, slots: int, vocab_size: int) -> torch.Tensor:
         """
         Random numbers for [`propose`], from the global stream of the drafter's device.
@@ -249,10 +254,7 @@ class DSparkDraftModel(DFlash2DraftModel):
         Returns:
             fp32 `torch.Tensor` of shape `(batch, slots, candidates)`: exponential variates.
         """
-        candidates = self.target_ids(vocab_size).numel()
-        if self.draft_top_k is not None:
-            candidates = min(self.draft_top_k, candidates)
-        return torch.empty(batch, slots, candidates, device=self.device).exponential_()
+        return torch.empty(self.noise_shape(batch, slots, vocab_size), device=self.device).exponential_()
 
     def propose(
         self,

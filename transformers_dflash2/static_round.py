@@ -137,7 +137,7 @@ class StaticRound:
         self.temperatures = torch.ones(rows, device=self.device)
         self.greedy_mask = torch.ones(rows, dtype=torch.bool, device=self.device)
         self._draft_noise_arguments = (rows, slots, vocab_size)
-        self.draft_noise = torch.zeros_like(draft.draw_noise(*self._draft_noise_arguments))
+        self.draft_noise = torch.ones(draft.noise_shape(*self._draft_noise_arguments), device=self.device)
         self._accept_noise = torch.zeros(rows * (slots + 1), device=self.device)
         test_noise, self.draw_uniforms = self._accept_noise.split([rows * slots, rows])
         self.test_uniforms = test_noise.view(rows, slots)
