@@ -57,6 +57,25 @@ class RecurrenceInputs:
     is_transposed: bool = False
 
 
+def window_after(inputs: torch.Tensor, counts: torch.Tensor, width: int) -> torch.Tensor:
+    """
+    A short convolution's window after the first tokens of a block.
+
+    Args:
+        inputs (`torch.Tensor` of shape `(batch, channels, width + block)`):
+            The window before the block, followed by the block's inputs.
+        counts (`torch.LongTensor` of shape `(batch,)`):
+            Tokens to take in per row, from 0 to `block`.
+        width (`int`):
+            Length of the window.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, channels, width)`: the inputs that end with the last token taken in.
+    """
+    index = counts[:, None, None] + torch.arange(width, device=inputs.device)
+    return inputs.gather(-1, index.expand(-1, inputs.shape[1], -1))
+
+
 def replay_recurrence(state: torch.Tensor, inputs: RecurrenceInputs, counts: torch.Tensor) -> torch.Tensor:
     """
     Run a recurrence over the first tokens of a block.
@@ -88,4 +107,27 @@ def replay_recurrence(state: torch.Tensor, inputs: RecurrenceInputs, counts: tor
     return (state.transpose(-1, -2) if inputs.is_transposed else state).to(dtype)
 
 
-__all__ = ["RecurrenceInputs", "replay_recurrence"]
+def commit_states(
+    windows: list[tuple[torch.Tensor, torch.Tensor]],
+    recurrences: list[tuple[torch.Tensor, RecurrenceInputs]],
+    counts: torch.Tensor,
+) -> None:
+    """
+    Move the states of all layers behind the first tokens of a block, in place.
+
+    Args:
+        windows (`list` of pairs of `torch.Tensor`):
+            Per short convolution its window, `(rows, channels, width)`, and the window before the block followed by
+            the block's inputs, `(rows, channels, width + block)`.
+        recurrences (`list` of `(torch.Tensor, RecurrenceInputs)`):
+            Per recurrence its state, `(rows, heads, key_channels, value_channels)`, and the block.
+        counts (`torch.LongTensor` of shape `(rows,)`):
+            Tokens to take in per row.
+    """
+    for window, inputs in windows:
+        window.copy_(window_after(inputs, counts, window.shape[-1]))
+    for state, inputs in recurrences:
+        state.copy_(replay_recurrence(state, inputs, counts))
+
+
+__all__ = ["RecurrenceInputs", "commit_states", "replay_recurrence", "window_after"]

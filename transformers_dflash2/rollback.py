@@ -39,7 +39,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import compat
-from .functional_recurrence import RecurrenceInputs, replay_recurrence
+from .functional_recurrence import RecurrenceInputs, replay_recurrence, window_after
 
 
 # Added to the squared norm of a key by the host's delta rules.
@@ -91,7 +91,7 @@ class _Watch:
 
     @classmethod
     @contextmanager
-    def over(cls, modules: set[str]) -> Iterator[None]:
+    def over(cls, modules: frozenset[str]) -> Iterator[None]:
         """Watch the recurrence functions of these host modules, for this thread."""
         targets = [(module, name) for module in modules for name in _RECURRENCES if hasattr(sys.modules[module], name)]
         with ExitStack() as stack:
@@ -138,6 +138,32 @@ class _Watch:
                 del cls._installed[module, name]
 
 
+def watch_recurrences(modules: frozenset[str]):
+    """
+    Context in which calls of the host's recurrence functions are noted, for this thread.
+
+    Args:
+        modules (`frozenset[str]`): What [`host_modules`] says of the target.
+    """
+    return _Watch.over(modules)
+
+
+def take_recurrence_inputs(layer) -> RecurrenceInputs:
+    """
+    What the recurrence that has just given `layer` its new state was called with.
+
+    Raises:
+        `RuntimeError`: It is none that is watched.
+    """
+    inputs = _Watch.take()
+    if inputs is None:
+        raise RuntimeError(
+            f"A {type(layer).__name__} was given a new state by a recurrence that is not watched; its rejected tokens "
+            "could not be taken back. Generate without assistant_model, and please report the model."
+        )
+    return inputs
+
+
 @dataclass
 class _Held:
     """What a block would have written to one cache layer, by the host's index of the state within the layer."""
@@ -163,7 +189,7 @@ class StateReplay:
 
     def __init__(self, target, cache):
         self.layers = compat.recurrent_layers(cache)
-        self._modules = _host_modules(target)
+        self._modules = host_modules(target)
         self._held: list[_Held] = []
         # Tokens of the block that is held; 0 when none is.
         self.block = 0
@@ -178,7 +204,7 @@ class StateReplay:
         with ExitStack() as stack:
             for layer, held in zip(self.layers, self._held, strict=True):
                 stack.enter_context(_holding(layer, held))
-            stack.enter_context(_Watch.over(self._modules))
+            stack.enter_context(watch_recurrences(self._modules))
             yield
 
     @torch.no_grad()
@@ -200,7 +226,7 @@ class StateReplay:
                 self._restore(layer, held, counts == 0)
             for index, inputs in held.conv_inputs.items():
                 state = layer.conv_states[index]
-                state.copy_(_window_after(inputs, counts, state.shape[-1]))
+                state.copy_(window_after(inputs, counts, state.shape[-1]))
             for index, final in held.final_states.items():
                 state = layer.recurrent_states[index]
                 inputs = held.recurrences.get(index)
@@ -227,14 +253,8 @@ def _holding(layer, held: _Held) -> Iterator[None]:
 
     def update_recurrent_state(recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
         held.final_states[state_idx] = recurrent_states
-        inputs = _Watch.take()
-        if inputs is not None:
-            held.recurrences[state_idx] = inputs
-        elif held.before is None:
-            raise RuntimeError(
-                f"A {type(layer).__name__} was given a new state by a recurrence that is not watched; its rejected "
-                "tokens could not be taken back. Generate without assistant_model, and please report the model."
-            )
+        if held.before is None:
+            held.recurrences[state_idx] = take_recurrence_inputs(layer)
         return recurrent_states
 
     layer.update_conv_state, layer.update_recurrent_state = update_conv_state, update_recurrent_state
@@ -242,12 +262,6 @@ def _holding(layer, held: _Held) -> Iterator[None]:
         yield
     finally:
         del layer.update_conv_state, layer.update_recurrent_state
-
-
-def _window_after(inputs: torch.Tensor, counts: torch.Tensor, width: int) -> torch.Tensor:
-    """The `width` convolution inputs that end with the kept tokens, `(batch, channels, width)`."""
-    index = counts[:, None, None] + torch.arange(width, device=inputs.device)
-    return inputs.gather(-1, index.expand(-1, inputs.shape[1], -1))
 
 
 class SecondPass:
@@ -305,14 +319,22 @@ def make_rollback(target, cache) -> StateReplay | SecondPass | None:
     if states < len(compat.cache_states(cache)):
         return SecondPass(cache)
     convolutions_only = not any(state is not None for layer in layers for state in layer.recurrent_states.values())
-    if convolutions_only or any(hasattr(sys.modules[m], name) for m in _host_modules(target) for name in _RECURRENCES):
+    if convolutions_only or any(hasattr(sys.modules[m], name) for m in host_modules(target) for name in _RECURRENCES):
         return StateReplay(target, cache)
     return SecondPass(cache)
 
 
-def _host_modules(target) -> set[str]:
+def host_modules(target) -> frozenset[str]:
     """Python modules that define the target's layers."""
-    return {type(module).__module__ for module in target.get_decoder().layers.modules()}
+    return frozenset(type(module).__module__ for module in target.get_decoder().layers.modules())
 
 
-__all__ = ["SecondPass", "StateReplay", "make_rollback", "rollback_reason"]
+__all__ = [
+    "SecondPass",
+    "StateReplay",
+    "host_modules",
+    "make_rollback",
+    "rollback_reason",
+    "take_recurrence_inputs",
+    "watch_recurrences",
+]

@@ -14,15 +14,25 @@
 """Preallocated keys and values of the static tempo, with a length of its own for every row.
 
 Entry `j` of a row is in column `j`. A block is written behind the row's length and stays there if it is rejected:
-nothing reads past a length, and the next block overwrites it.
+nothing reads past a length, and the next block overwrites it. States without a time axis are held while a block is
+verified, see `rollback.py`, and moved to what was kept of it at the start of the next round.
 """
 
-import torch
-from transformers.cache_utils import CacheLayerMixin
+from dataclasses import fields, replace
 
+import torch
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from .functional_recurrence import RecurrenceInputs, commit_states
 from .kernels.block_attention import block_attention_reference
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel
+from .rollback import take_recurrence_inputs
 
 
 def write_columns(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
@@ -82,6 +92,140 @@ class StaticTargetLayer(CacheLayerMixin):
         return self.keys.shape[-2]
 
     get_max_cache_shape = get_max_length
+
+
+class StaticRecurrentLayer(LinearAttentionLayer):
+    """
+    Convolution windows and recurrent states of one target layer, which stay as they are until [`commit_held_states`].
+
+    Args:
+        filled ([`~transformers.cache_utils.LinearAttentionCacheLayerMixin`]): The layer after a prefill.
+        rows (`int`): Rows of the buffers.
+        block (`int`): Tokens of a block.
+    """
+
+    is_compileable = False
+
+    def __init__(self, filled, *, rows: int, block: int):
+        super().__init__(number_of_states=filled.number_of_states)
+        self.device, self.dtype = filled.device, filled.dtype
+        self.has_previous_state = dict(filled.has_previous_state)
+        for index, state in filled.conv_states.items():
+            if state is not None:
+                self.conv_states[index] = state.new_zeros(rows, *state.shape[1:])
+        for index, state in filled.recurrent_states.items():
+            if state is not None:
+                self.recurrent_states[index] = state.new_zeros(rows, *state.shape[1:])
+        # What the last block would have written: a window and the block behind it, and inputs of a recurrence.
+        self._conv_inputs = {
+            index: state.new_zeros(*state.shape[:-1], state.shape[-1] + block)
+            for index, state in self.conv_states.items()
+            if state is not None
+        }
+        self._recurrences: dict[int, RecurrenceInputs] = {}
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Keep a block of shape `(rows, channels, block)` aside; returns the window with the block behind it."""
+        inputs = self._conv_inputs[state_idx]
+        window = self.conv_states[state_idx]
+        inputs[..., : window.shape[-1]] = window
+        inputs[..., window.shape[-1] :] = conv_states
+        return inputs
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
+        """Keep the block's inputs of the recurrence aside; returns the state after the whole block."""
+        inputs = take_recurrence_inputs(self)
+        if state_idx not in self._recurrences:
+            # Outside of a graph: the first call of a round is a rehearsal.
+            buffers = {
+                name: torch.empty_like(tensor, dtype=torch.float32) for name, tensor in _tensors(inputs).items()
+            }
+            self._recurrences[state_idx] = replace(inputs, **buffers)
+        for name, tensor in _tensors(inputs).items():
+            getattr(self._recurrences[state_idx], name).copy_(tensor)
+        return recurrent_states
+
+    @property
+    def windows(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each convolution's window, and that window with the last block behind it."""
+        return [(self.conv_states[index], inputs) for index, inputs in self._conv_inputs.items()]
+
+    @property
+    def recurrences(self) -> list[tuple[torch.Tensor, RecurrenceInputs]]:
+        """Each recurrence's state, and what it reads of the last block."""
+        return [(self.recurrent_states[index], inputs) for index, inputs in self._recurrences.items()]
+
+    def load(self, filled) -> None:
+        """Take over the states of a prefill in the first rows; forget the last block."""
+        for mine, theirs in ((self.conv_states, filled.conv_states), (self.recurrent_states, filled.recurrent_states)):
+            for index, state in theirs.items():
+                if state is not None:
+                    mine[index][: state.shape[0]] = state
+        for index, inputs in self._conv_inputs.items():
+            window = self.conv_states[index]
+            inputs[..., : window.shape[-1]] = window
+
+    def hand_back(self, filled) -> None:
+        """Give the states of the first rows to the layer of a prefill."""
+        for mine, theirs in ((self.conv_states, filled.conv_states), (self.recurrent_states, filled.recurrent_states)):
+            for index, state in theirs.items():
+                if state is not None:
+                    state.copy_(mine[index][: state.shape[0]])
+
+
+class StaticMixedLayer(StaticRecurrentLayer, StaticTargetLayer):
+    """
+    A layer with states beside its keys and values.
+
+    Args:
+        filled: As for [`StaticRecurrentLayer`].
+        columns, keys, values: As for [`StaticTargetLayer`].
+        block (`int`): Tokens of a block.
+    """
+
+    def __init__(self, filled, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, block: int):
+        StaticRecurrentLayer.__init__(self, filled, rows=keys.shape[0], block=block)
+        StaticTargetLayer.__init__(self, columns, keys, values)
+
+
+def static_layer(filled, columns: torch.Tensor, capacity: int):
+    """
+    Buffers for one layer of a target's cache.
+
+    Args:
+        filled: The layer after a prefill.
+        columns (`torch.LongTensor` of shape `(rows, block)`): Where the next block goes.
+        capacity (`int`): Columns of key and value buffers.
+    """
+    rows, block = columns.shape
+    if not isinstance(filled, DynamicLayer):
+        return StaticRecurrentLayer(filled, rows=rows, block=block)
+    buffers = [
+        states.new_zeros(rows, states.shape[1], capacity, states.shape[3]) for states in (filled.keys, filled.values)
+    ]
+    if isinstance(filled, LinearAttentionCacheLayerMixin):
+        return StaticMixedLayer(filled, columns, *buffers, block=block)
+    return StaticTargetLayer(columns, *buffers)
+
+
+def commit_held_states(layers: list, counts: torch.Tensor) -> None:
+    """
+    Take in what was kept of the last block.
+
+    Args:
+        layers (`list`): Layers of a static cache; those without held states are left alone.
+        counts (`torch.LongTensor` of shape `(rows,)`): Tokens to take in per row.
+    """
+    recurrent = [layer for layer in layers if isinstance(layer, StaticRecurrentLayer)]
+    if recurrent:
+        windows = [window for layer in recurrent for window in layer.windows]
+        recurrences = [recurrence for layer in recurrent for recurrence in layer.recurrences]
+        dispatch("commit_states", commit_states, windows, recurrences, counts)
+
+
+def _tensors(inputs: RecurrenceInputs) -> dict[str, torch.Tensor]:
+    values = {entry.name: getattr(inputs, entry.name) for entry in fields(inputs)}
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
 class StaticContext:
@@ -153,4 +297,12 @@ class StaticContext:
         return output.transpose(1, 2)
 
 
-__all__ = ["StaticContext", "StaticTargetLayer", "write_columns"]
+__all__ = [
+    "StaticContext",
+    "StaticMixedLayer",
+    "StaticRecurrentLayer",
+    "StaticTargetLayer",
+    "commit_held_states",
+    "static_layer",
+    "write_columns",
+]

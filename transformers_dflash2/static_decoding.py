@@ -40,6 +40,8 @@ from .generation import SpeculativeDecoding, VerifiedBlock
 from .import_utils import unavailable_reason
 from .kernels.attention_interface import unsupported_model_reason
 from .modeling_dflash2 import DFlash2Proposal
+from .rollback import SecondPass, host_modules
+from .static_buffers import StaticRecurrentLayer, StaticTargetLayer, commit_held_states
 from .static_round import StaticRound, accept_key, release_static_rounds, row_bucket, take_round
 from .target import FeatureTap
 
@@ -94,6 +96,13 @@ class StaticDecoding(SpeculativeDecoding):
         super()._prefill(tap)
         if all(self.finished):
             return
+        if isinstance(self.rollback, SecondPass):
+            logger.warning(
+                "The static tempo is not used: %s writes its recurrence out inside a layer, and its state goes back "
+                "by a second pass. The output is the same.",
+                type(self.target).__name__,
+            )
+            return
         features, positions, counts = self._pending
         columns = self.valid.shape[1]
         block = self.slots + 1
@@ -125,6 +134,7 @@ class StaticDecoding(SpeculativeDecoding):
                     capacity=capacity,
                     slots=self.slots,
                     vocab_size=self.adapter.candidate_limit,
+                    modules=host_modules(self.target),
                     features=features,
                 ),
             )
@@ -209,6 +219,8 @@ class StaticDecoding(SpeculativeDecoding):
         self.columns = [length + count for length, count in zip(self.columns, self._kept, strict=True)]
         if self._active != [not done for done in self.finished]:
             self._stage_active()
+            # A row that is done may have kept less than was accepted.
+            round_.counts[: self.batch_size] = torch.tensor(self._kept, device=self.device)
         self._emit()
 
     def _fused(self):
@@ -277,7 +289,12 @@ class StaticDecoding(SpeculativeDecoding):
         source = index - (columns - committed)
         outside = (source < 0) | (index >= columns)
         source = source.clamp(min=0, max=self.static_round.capacity - 1)
+        commit_held_states(self.static_round.cache.layers, self.static_round.counts)
         for layer, static in zip(cache.layers, self.static_round.cache.layers, strict=True):
+            if isinstance(static, StaticRecurrentLayer):
+                static.hand_back(layer)
+            if not isinstance(static, StaticTargetLayer):
+                continue
             window = compat.sliding_window_of(layer)
             first = 0 if window is None else max(width - (window - 1), 0)
             taken = []

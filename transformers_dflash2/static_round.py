@@ -42,8 +42,9 @@ from .functional_dflash2 import accept_block_sampled, accept_greedy
 from .kernels.attention_interface import block_attention_lengths, use_block_attention
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
+from .rollback import watch_recurrences
 from .stacked_context import StackedContext, stacked_context_reason
-from .static_buffers import StaticContext, StaticTargetLayer
+from .static_buffers import StaticContext, StaticRecurrentLayer, StaticTargetLayer, commit_held_states, static_layer
 from .target import FeatureTap
 
 
@@ -107,6 +108,7 @@ class StaticRound:
         capacity (`int`): Columns of the buffers.
         slots (`int`): Tokens drafted per round.
         vocab_size (`int`): Ids that may be drafted.
+        modules (`frozenset[str]`): What [`rollback.host_modules`] says of the target.
         features (`list[torch.Tensor]`): Features of the prefill; tell shapes and dtypes.
     """
 
@@ -119,6 +121,7 @@ class StaticRound:
         capacity: int,
         slots: int,
         vocab_size: int,
+        modules: frozenset[str],
         features: list[torch.Tensor],
     ):
         self.rows, self.capacity, self.slots, self.block = rows, capacity, slots, slots + 1
@@ -149,19 +152,13 @@ class StaticRound:
         width = sum(tap.shape[-1] for tap in features)
         self.features = torch.zeros(rows, self.block, width, device=self.device, dtype=draft.dtype)
         self.feature_dtype = features[0].dtype
-        self.cache = Cache(layers=[self._layer(layer) for layer in prefilled.layers])
+        self.cache = Cache(layers=[static_layer(layer, self.columns, capacity) for layer in prefilled.layers])
+        self._host_modules = modules
         # What the phases leave behind.
         self.proposal: DFlash2Proposal | None = None
         self.logits: torch.Tensor | None = None
         # Accepted count, the token after them, whether the draft was usable, the drafted tokens.
         self.decision = torch.zeros(rows, 3 + slots, **long)
-
-    def _layer(self, layer) -> StaticTargetLayer:
-        buffers = [
-            states.new_zeros(self.rows, states.shape[1], self.capacity, states.shape[3])
-            for states in (layer.keys, layer.values)
-        ]
-        return StaticTargetLayer(self.columns, *buffers)
 
     # ------------------------------------------------------------------------------------------------ a new call
 
@@ -182,6 +179,10 @@ class StaticRound:
             self._stacked.refresh(draft)
         self.lengths[:batch] = lengths
         for layer, static in zip(prefilled.layers, self.cache.layers, strict=True):
+            if isinstance(static, StaticRecurrentLayer):
+                static.load(layer)
+            if not isinstance(static, StaticTargetLayer):
+                continue
             for states, buffer in ((layer.keys, static.keys), (layer.values, static.values)):
                 stored = states.shape[-2]
                 # A sliding layer holds the last columns only. What it lacks is out of every query's window.
@@ -218,6 +219,7 @@ class StaticRound:
             self._stacked.append(session.draft, self.features, positions, self.counts)
         else:
             session.draft.append_context(self.context, self.features, positions, self.counts)
+        commit_held_states(self.cache.layers, self.counts)
         self.lengths += self.counts
         self.columns.copy_(self.lengths[:, None] + self._offsets)
 
@@ -238,7 +240,8 @@ class StaticRound:
         indices = torch.minimum(self.columns, self.last_positions)
         kwargs = {**kwargs, "position_ids": self.position_base + indices, compat.CACHE_KEY: self.cache}
         inputs = compat.block_inputs(target, block_ids, kwargs)
-        with tap.listen(), use_block_attention(target), block_attention_lengths(self.lengths):
+        attention = use_block_attention(target), block_attention_lengths(self.lengths)
+        with tap.listen(), attention[0], attention[1], watch_recurrences(self._host_modules):
             self.logits = forward(**inputs, return_dict=True).logits[:, -self.block :]
         self.features.copy_(torch.cat(tap.take(), dim=-1))
 

@@ -28,6 +28,7 @@ a CUDA graph captures by address; a replay reads their values of that moment.
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -239,6 +240,18 @@ def _text_configs(model: PreTrainedModel) -> list:
     return list(configs.values())
 
 
+# Layer types of the host that take an attention function, or no attention at all.
+_KNOWN_LAYER_TYPES = {"conv", "full_attention", "linear_attention", "mamba", "sliding_attention"}
+
+
+def _takes_attention_function(model: PreTrainedModel) -> bool:
+    if getattr(model, "_supports_attention_backend", False):
+        return True
+    # Some classes look a function up without saying so. The interface then is a name in the file of their layers.
+    modules = {type(module).__module__ for module in model.get_decoder().modules()}
+    return any(hasattr(sys.modules[module], "ALL_ATTENTION_FUNCTIONS") for module in modules)
+
+
 def unsupported_model_reason(model: PreTrainedModel) -> str | None:
     """
     Why a model cannot run with [`block_attention_forward`], or `None` if it can.
@@ -247,14 +260,14 @@ def unsupported_model_reason(model: PreTrainedModel) -> str | None:
     they pass along.
     """
     name = type(model).__name__
-    if not getattr(model, "_supports_attention_backend", False):
+    if not _takes_attention_function(model):
         return f"{name} does not take an attention function"
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "attention_chunk_size", None) is not None:
         return f"{name} attends in chunks (attention_chunk_size={config.attention_chunk_size})"
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or []) - _KNOWN_LAYER_TYPES
     if kinds:
-        return f"{name} has layers of other kinds than full and sliding attention: {', '.join(sorted(kinds))}"
+        return f"{name} has layers whose attention is not known: {', '.join(sorted(kinds))}"
     if not getattr(config, "is_causal", True):
         return f"{name} is not causal"
     # Flash attention gets its window from the layer as well, so a model that supports it passes the window along.
