@@ -79,14 +79,14 @@ class Family:
         drops (`tuple[str, ...]`): Common settings that it does not have.
         vision (`dict`, *optional*): The tiny vision config of a wrapper around the text model, which then has
             `settings` in its text config.
-        notes (`str`): For the table of supported families.
+        dynamic_only (`str`, *optional*): Why the static tempo is not taken.
     """
 
     model_type: str
     settings: dict[str, Any] = field(default_factory=dict)
     drops: tuple[str, ...] = ()
     vision: dict[str, Any] | None = None
-    notes: str = ""
+    dynamic_only: str | None = None
 
     def build(self, std: float = 0.3):
         """The tiny model in evaluation mode; fresh weights of the host are so small that it would repeat one token."""
@@ -124,10 +124,16 @@ FAMILIES = {
     "Ministral": Family("ministral", _SLIDING),
     "GLM-4": Family("glm4"),
     "GLM-4-MoE": Family("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
-    "MiniMax": Family("minimax", {**_LOCAL_EXPERTS, "block_size": 4}),
+    "MiniMax": Family(
+        "minimax",
+        {**_LOCAL_EXPERTS, "block_size": 4},
+        dynamic_only="its recurrence is written out in a layer: a second pass takes it back",
+    ),
     "MiniMax-M2": Family("minimax_m2", _LOCAL_EXPERTS),
     "LFM2": Family("lfm2", drops=("head_dim",)),
-    "Falcon-H1": Family("falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64}),
+    "Falcon-H1": Family(
+        "falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64}, dynamic_only="layers of type `hybrid`, as Inkling's"
+    ),
     "Granite 4": Family(
         "granitemoehybrid",
         {
@@ -177,5 +183,15 @@ FAMILIES = {
             "moe_intermediate_size": 16,
             "logits_mup_width_multiplier": 2.0,
         },
+        dynamic_only="its attention takes a bias by position",
     ),
 }
+
+
+def support_table() -> str:
+    """The table of the README, from what `test_families.py` runs."""
+    lines = ["| family | `model_type` | dynamic tempo | static tempo |", "| --- | --- | --- | --- |"]
+    for name, family in FAMILIES.items():
+        static = "yes" if family.dynamic_only is None else f"dynamic instead: {family.dynamic_only}"
+        lines.append(f"| {name} | `{family.model_type}` | yes | {static} |")
+    return "\n".join(lines) + "\n"

@@ -14,17 +14,19 @@
 """What every family of targets has to do: forget rejected tokens wherever they stand, row by row."""
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, support_table
 from generation_checks import cache_kwargs
 
 from transformers_dflash2 import compat
 from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.generation import SpeculativeDecoding
 from transformers_dflash2.modeling_dflash2 import DFlash2Proposal
-from transformers_dflash2.testing import random_drafter
+from transformers_dflash2.static_round import StaticRound
+from transformers_dflash2.testing import random_drafter, returned_cache
 
 
 NEW_TOKENS = 64
@@ -33,6 +35,8 @@ BLOCK = 8
 LOGITS_TOLERANCE = 1e-4
 # Relative root mean square between a cache after speculation and one filled by a single pass, in float32.
 CACHE_TOLERANCE = 1e-5
+# The same with weights that make texts lively, and between tempos.
+STATIC_CACHE_TOLERANCE = 1e-3
 ONE = (torch.tensor([[3, 7, 1, 5]]), torch.ones(1, 4, dtype=torch.long))
 PADDED = (
     torch.tensor([[3, 7, 1, 9, 4], [0, 0, 5, 6, 2], [0, 8, 8, 1, 1]]),
@@ -66,9 +70,10 @@ class ScriptedProposals:
         self.wrong_offsets = set()
         self.rounds = 0
 
-    def __call__(self, session, anchor_ids, anchor_positions, *, slots, temperature, greedy):
+    def __call__(self, session, anchor_ids, anchor_positions, *, slots, **kwargs):
         tokens = torch.zeros(len(anchor_ids), slots, dtype=torch.long)
-        for row, position in enumerate(anchor_positions.tolist()):
+        # The static tempo may have more rows than the batch.
+        for row, position in enumerate(anchor_positions.tolist()[: len(self.continuation)]):
             start = position - int(self.prompt_lengths[row]) + 1
             known = self.continuation[row, start : start + slots]
             tokens[row, : len(known)] = known
@@ -115,6 +120,44 @@ def test_rejections_at_every_offset(family, request_, monkeypatch):
     assert torch.equal(output, plain)
     assert script.wrong_offsets == set(range(BLOCK - 1))
     assert drafter.last_stats.mean_accepted_length > 2
+
+
+@every_kind
+def test_static_tempo(family, monkeypatch):
+    """Catches a state that fixed buffers move by another row's count, or hand back before the last block."""
+    target = build(family)
+    reason = FAMILIES[family].dynamic_only
+    drafter = random_drafter(target, block_size=BLOCK)
+    plain, script = plain_and_script(target, *PADDED)
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    rounds = []
+    accept = StaticRound.commit
+    monkeypatch.setattr(StaticRound, "commit", lambda *args: rounds.append(accept(*args)))
+
+    output = target.generate(
+        PADDED[0],
+        attention_mask=PADDED[1],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        assistant_model=drafter,
+        cache_implementation="static",
+        return_dict_in_generate=True,
+    )
+
+    assert torch.equal(output.sequences, plain)
+    assert bool(rounds) == (reason is None)
+    if rounds:
+        dynamic = target.generate(
+            PADDED[0],
+            attention_mask=PADDED[1],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        for ours, theirs in zip(
+            compat.cache_states(returned_cache(output)), compat.cache_states(returned_cache(dynamic)), strict=True
+        ):
+            assert_near(ours, theirs, STATIC_CACHE_TOLERANCE)
 
 
 @every_kind
@@ -192,6 +235,11 @@ def assert_row_is_fresh(target, cache, row, committed):
         assert_near(ours[row], expected[0])
 
 
-def assert_near(ours, expected):
+def assert_near(ours, expected, tolerance=CACHE_TOLERANCE):
     error = (ours - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert error < CACHE_TOLERANCE
+    assert error < tolerance
+
+
+def test_the_readme_lists_what_is_tested():
+    readme = Path(__file__).parents[1] / "README.md"
+    assert support_table() in readme.read_text(encoding="utf-8")
