@@ -55,6 +55,7 @@ _MAMBA2 = {
 }
 
 
+_PICTURE_TOKENS = {"image_token_id": 60, "video_token_id": 59, "vision_start_token_id": 61, "vision_end_token_id": 62}
 _VISION = {
     "depth": 2,
     "hidden_size": 32,
@@ -97,7 +98,9 @@ class Family:
                 config = AutoConfig.for_model(self.model_type, **settings)
                 model = AutoModelForCausalLM.from_config(config)
             else:
-                config = AutoConfig.for_model(self.model_type, text_config=settings, vision_config=self.vision)
+                config = AutoConfig.for_model(
+                    self.model_type, text_config=settings, vision_config=self.vision, **_PICTURE_TOKENS
+                )
                 model = AutoModelForImageTextToText.from_config(config)
             for weight in model.parameters():
                 if weight.dim() > 1:

@@ -243,3 +243,38 @@ def assert_near(ours, expected, tolerance=CACHE_TOLERANCE):
 def test_the_readme_lists_what_is_tested():
     readme = Path(__file__).parents[1] / "README.md"
     assert support_table() in readme.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tempo", ["dynamic", "static"])
+def test_pictures_and_multi_axis_positions(tempo, monkeypatch):
+    """Catches pictures sent with every block, and positions of a block that leave out what a picture takes up."""
+    target = FAMILIES["Qwen3.5 with vision"].build()
+    image, start, end = (target.config.image_token_id, target.config.vision_start_token_id, 62)
+    # Two rows, pictures of 4 x 4 and 4 x 8 patches; 2 x 2 patches make a token.
+    rows = [[3, start, *[image] * 4, end, 7, 1], [5, start, *[image] * 8, end, 2]]
+    width = max(map(len, rows))
+    prompt = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    channels = 3 * target.config.vision_config.patch_size**2 * target.config.vision_config.temporal_patch_size
+    inputs = {
+        "input_ids": prompt,
+        "attention_mask": (prompt != 0).long(),
+        "pixel_values": torch.randn(16 + 32, channels, generator=torch.Generator().manual_seed(0)),
+        "image_grid_thw": torch.tensor([[1, 4, 4], [1, 4, 8]]),
+        "mm_token_type_ids": (prompt == image).long(),
+        "max_new_tokens": 24,
+        "do_sample": False,
+    }
+    plain = target.generate(**inputs)
+    blind = target.generate(**{**inputs, "pixel_values": torch.zeros(48, channels)})
+    assert not torch.equal(plain, blind), "the pictures must matter"
+    script = ScriptedProposals(plain[:, width:], inputs["attention_mask"].sum(dim=1), 64)
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    drafter = random_drafter(target, block_size=BLOCK)
+    seen = []
+    target.model.visual.register_forward_pre_hook(lambda *args: seen.append(1))
+
+    output = target.generate(**inputs, assistant_model=drafter, cache_implementation=tempo)
+
+    assert torch.equal(output, plain)
+    assert len(seen) == 1
+    assert drafter.last_stats.mean_accepted_length > 2
