@@ -46,9 +46,10 @@ from .functional_dflash2 import grouped_conv, selector_lattice, selector_path, t
 
 try:
     from transformers_dflash2.kernels.dispatch import dispatch
+    from transformers_dflash2.kernels.top_k import select_top_k
 except ImportError:
     # A drafter loaded from the Hub on its own runs on plain PyTorch operations.
-    dispatch = None
+    dispatch, select_top_k = None, torch.topk
 
 
 # Spellings of parameter names found in public checkpoints, and the name here.
@@ -482,7 +483,11 @@ class DFlash2DraftModel(DFlash2Model):
         # likely token of each slot, and says so with a one-hot q.
         top_k = config.selector_top_k if self.candidate_selector is not None else 1
         unary, candidate_ids = top_candidates(
-            logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
+            logits,
+            top_k=top_k,
+            multiplier=config.output_multiplier,
+            softcap=config.final_logit_softcapping,
+            select=select_top_k,
         )
         if self.candidate_selector is None:
             tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
