@@ -281,6 +281,27 @@ def accept_sampled(
     return (drawn > 0) & (uniforms * drawn < target)
 
 
+def committed_block(
+    tokens: torch.Tensor, accepted: torch.Tensor, following: torch.Tensor, pad_token_id: int | torch.Tensor
+) -> torch.Tensor:
+    """
+    What a round adds to each row: the accepted tokens, the one that follows them, and padding.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch, slots)`): Drafted tokens.
+        accepted (`torch.LongTensor` of shape `(batch,)`): How many of them are kept.
+        following (`torch.LongTensor` of shape `(batch,)`): The target's own token behind them.
+        pad_token_id (`int` or `torch.LongTensor` of shape `()`): What the rest is filled with.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, slots + 1)`.
+    """
+    offsets = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    block = torch.cat([tokens, following[:, None]], dim=1)
+    block = torch.where(offsets == accepted[:, None], following[:, None], block)
+    return block.masked_fill(offsets > accepted[:, None], pad_token_id)
+
+
 def residual_distribution(probs: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     `max(p - q, 0)`, normalised: the law of the token that replaces a refused one.
@@ -358,6 +379,7 @@ __all__ = [
     "accept_block_sampled",
     "accept_greedy",
     "accept_sampled",
+    "committed_block",
     "drawn_probability",
     "grouped_conv",
     "residual_distribution",
