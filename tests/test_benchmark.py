@@ -127,7 +127,11 @@ def test_command_on_a_shape(tmp_path, capsys):
             assert ours["passes"] < 12
             assert ours["pass_bytes"] > plain["pass_bytes"]
     assert record["copy_bytes_per_second"] > 0
-    assert set(record["phases"][0]["seconds"]) == {"draft", "verify", "accept", "commit"}
+    dynamic, static = record["phases"][:2]
+    assert set(dynamic["seconds"]) == {"draft", "verify", "accept", "commit"}
+    parts = {"draft: convolution", "draft: selector", "draft: top-k"}
+    assert set(static["seconds"]) == {"draft", "verify", "accept", "commit", "round", "plain step", *parts}
+    assert all(spent > 0 for phases in record["phases"] for spent in phases["seconds"].values())
     assert record["environment"]["versions"]["torch"] == torch.__version__
     printed = capsys.readouterr().out
     assert table(record) in printed

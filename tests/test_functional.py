@@ -25,6 +25,7 @@ from transformers_dflash2.functional_dflash2 import (
     MIN_TEMPERATURE,
     accept_greedy,
     accept_sampled,
+    committed_block,
     drawn_probability,
     grouped_conv,
     residual_distribution,
@@ -653,3 +654,18 @@ def test_draw_accept_and_replace_follow_p():
     # The rate of acceptance is the overlap of p and q, within four standard errors.
     overlap = float(torch.minimum(probs[0], torch.zeros(8).scatter(0, ids[0], q[0, 0])).sum())
     assert abs(float(passed.double().mean()) - overlap) < 4 * math.sqrt(overlap * (1 - overlap) / draws)
+
+
+def test_committed_block():
+    """Catches a drafted token that is kept too many, a following token at the wrong place, and missing padding."""
+    tokens = torch.tensor([[11, 12, 13]]).repeat(4, 1)
+    accepted, following = torch.tensor([0, 1, 2, 3]), torch.tensor([21, 22, 23, 24])
+    expected = [[21, 9, 9, 9], [11, 22, 9, 9], [11, 12, 23, 9], [11, 12, 13, 24]]
+    assert committed_block(tokens, accepted, following, 9).tolist() == expected
+    assert committed_block(tokens, accepted, following, torch.tensor(9)).tolist() == expected
+    assert committed_block(tokens[:, :0], torch.zeros(4, dtype=torch.long), following, 9).tolist() == [
+        [21],
+        [22],
+        [23],
+        [24],
+    ]

@@ -251,3 +251,18 @@ def test_scores_without_a_distribution_are_an_error():
     head.forward = forward
     with pytest.raises(RuntimeError, match=r"Row 0: .*no distribution"):
         static(target, draft, inputs=PROMPT, max_new_tokens=9, **SAMPLED)
+
+
+def test_buffers_that_do_not_fit_leave_the_call_dynamic(monkeypatch, caplog):
+    """Catches a call that fails in a default tempo for want of memory, where the other tempo has room."""
+
+    def no_room(*args, **kwargs):
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    target = table_target(9)
+    draft = half_right(target)
+    monkeypatch.setattr(static_decoding, "StaticRound", no_room)
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 1}):
+        inputs = {**left_pad([[3, 7, 1], [4, 9, 2, 8, 11]]), "max_new_tokens": 20, **options}
+        assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
+    assert "do not fit" in caplog.text

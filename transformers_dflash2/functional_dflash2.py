@@ -31,6 +31,8 @@ probability `min(1, p(d) / q(d))`; the first token refused is replaced by a draw
 law of the output is `p`, whatever `q` is.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -93,12 +95,17 @@ def transform_unary(logits: torch.Tensor, *, multiplier: float = 1.0, softcap: f
 
 
 def top_candidates(
-    logits: torch.Tensor, *, top_k: int, multiplier: float = 1.0, softcap: float | None = None
+    logits: torch.Tensor,
+    *,
+    top_k: int,
+    multiplier: float = 1.0,
+    softcap: float | None = None,
+    select: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = torch.topk,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The best `top_k` tokens of each slot, by value descending and, among equals, by token id.
 
-    Of tokens that tie for the last place `torch.topk` keeps any; the order among those kept is by id all the same.
+    Of tokens that tie for the last place any may be kept; the order among those kept is by id all the same.
 
     Args:
         logits (`torch.Tensor` of shape `(batch, slots, vocab)`): Raw head logits; excluded ids hold `-inf`.
@@ -106,11 +113,13 @@ def top_candidates(
         multiplier (`float`, *optional*, defaults to 1.0): See [`transform_unary`]. Must be positive, so that the raw
             order is the transformed order.
         softcap (`float`, *optional*): See [`transform_unary`].
+        select (`Callable`, *optional*, defaults to `torch.topk`): Finds the largest values of each row and their
+            places, in any order.
 
     Returns:
         `(unary, candidate_ids)`: fp32 and int64 tensors of shape `(batch, slots, top_k)`.
     """
-    values, ids = torch.topk(logits, top_k, dim=-1)
+    values, ids = select(logits, top_k)
     ids, by_id = ids.sort(dim=-1)
     values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
     return transform_unary(values, multiplier=multiplier, softcap=softcap), ids.gather(-1, by_value)
@@ -316,6 +325,27 @@ def accept_sampled(
     return (drawn > 0) & (uniforms * drawn < target)
 
 
+def committed_block(
+    tokens: torch.Tensor, accepted: torch.Tensor, following: torch.Tensor, pad_token_id: int | torch.Tensor
+) -> torch.Tensor:
+    """
+    What a round adds to each row: the accepted tokens, the one that follows them, and padding.
+
+    Args:
+        tokens (`torch.LongTensor` of shape `(batch, slots)`): Drafted tokens.
+        accepted (`torch.LongTensor` of shape `(batch,)`): How many of them are kept.
+        following (`torch.LongTensor` of shape `(batch,)`): The target's own token behind them.
+        pad_token_id (`int` or `torch.LongTensor` of shape `()`): What the rest is filled with.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, slots + 1)`.
+    """
+    offsets = torch.arange(tokens.shape[1] + 1, device=tokens.device)
+    block = torch.cat([tokens, following[:, None]], dim=1)
+    block = torch.where(offsets == accepted[:, None], following[:, None], block)
+    return block.masked_fill(offsets > accepted[:, None], pad_token_id)
+
+
 def residual_distribution(probs: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     `max(p - q, 0)`, normalised: the law of the token that replaces a refused one.
@@ -393,6 +423,7 @@ __all__ = [
     "accept_block_sampled",
     "accept_greedy",
     "accept_sampled",
+    "committed_block",
     "drawn_probability",
     "grouped_conv",
     "largest_probability",

@@ -57,7 +57,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import compat
 from .candidate_generator import DraftSession
-from .functional_dflash2 import accept_greedy, accept_sampled, residual_distribution
+from .functional_dflash2 import accept_greedy, accept_sampled, committed_block, residual_distribution
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
 from .rollback import SecondPass, StateReplay, make_rollback, rollback_reason
 from .target import FeatureTap, TargetAdapter
@@ -604,10 +604,7 @@ class SpeculativeDecoding:
 
     def _write_block(self, decision: torch.Tensor) -> None:
         """Write every unfinished row's accepted tokens and the following one, padding behind them."""
-        accepted, following = decision[:, :1], decision[:, 1:2]
-        block = torch.cat([decision[:, 3:], following], dim=1).scatter(1, accepted, following)
-        offsets = torch.arange(block.shape[1], device=self.device)
-        block = block.masked_fill(offsets > accepted, self.pad_token_id)
+        block = self._committed_block(decision)
         starts = [self.prompt_columns + count for count in self.new]
         self._make_room(max(starts) + block.shape[1])
         if len(set(starts)) == 1 and not any(self.finished):
@@ -615,7 +612,11 @@ class SpeculativeDecoding:
             return
         rows = [row for row in range(self.batch_size) if not self.finished[row]]
         index = torch.tensor([rows, [starts[row] for row in rows]], device=self.device)[..., None]
+        offsets = torch.arange(block.shape[1], device=self.device)
         self.ids[index[0], index[1] + offsets] = block[index[0, :, 0]]
+
+    def _committed_block(self, decision: torch.Tensor) -> torch.Tensor:
+        return committed_block(decision[:, 3:], decision[:, 0], decision[:, 1], self.pad_token_id)
 
     def _accept_step_by_step(self, verified: VerifiedBlock) -> None:
         """

@@ -56,9 +56,10 @@ from .functional_dflash2 import (
 
 try:
     from transformers_dflash2.kernels.dispatch import dispatch
+    from transformers_dflash2.kernels.top_k import select_top_k
 except ImportError:
     # A drafter loaded from the Hub on its own runs on plain PyTorch operations.
-    dispatch = None
+    dispatch, select_top_k = None, torch.topk
 
 
 # Spellings of parameter names found in public checkpoints, and the name here.
@@ -663,9 +664,13 @@ class DFlash2DraftModel(DFlash2Model):
         # likely token of each slot, and says so with a one-hot q.
         top_k = config.selector_top_k if self.candidate_selector is not None else 1
         # A head that is spread over ranks has a way of its own.
-        select = getattr(head, "select", top_candidates)
-        unary, candidate_ids = select(
-            logits, top_k=top_k, multiplier=config.output_multiplier, softcap=config.final_logit_softcapping
+        take_candidates = getattr(head, "select", top_candidates)
+        unary, candidate_ids = take_candidates(
+            logits,
+            top_k=top_k,
+            multiplier=config.output_multiplier,
+            softcap=config.final_logit_softcapping,
+            select=select_top_k,
         )
         confidence = None
         if self.candidate_selector is None:

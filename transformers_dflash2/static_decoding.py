@@ -140,6 +140,7 @@ class StaticDecoding(SpeculativeDecoding):
             )
         except torch.cuda.OutOfMemoryError:
             logger.warning("The buffers of the static tempo (%d columns) do not fit; the tempo is dynamic.", capacity)
+            self._accept_key = None
             return
         self._pending = None
         self.static_round = round_
@@ -150,6 +151,7 @@ class StaticDecoding(SpeculativeDecoding):
         round_.stage_positions(self._position_base + 1 - first, first + room - 1)
         round_.temperatures.fill_(self.temperature)
         round_.greedy_mask.fill_(not self.do_sample)
+        round_.pad_token_id.fill_(self.pad_token_id)
         round_.anchors[: self.batch_size] = self._anchors()
         self._stage_active()
         fused = torch.cat(features, dim=-1).to(round_.features.dtype)
@@ -268,6 +270,12 @@ class StaticDecoding(SpeculativeDecoding):
         if self._accepts_inside(verified):
             return self.static_round.decision[: self.batch_size]
         return super()._decide_block(verified, scores)
+
+    def _committed_block(self, decision: torch.Tensor) -> torch.Tensor:
+        # A decision without drafted tokens is that of the prefill.
+        if self._accept_key is not None and decision.shape[1] > 2:
+            return self.static_round.committed[: self.batch_size]
+        return super()._committed_block(decision)
 
     # ------------------------------------------------------------------------------------------- out of the buffers
 

@@ -38,7 +38,7 @@ from transformers.generation import logits_process
 
 from . import compat
 from .candidate_generator import DraftSession
-from .functional_dflash2 import accept_block_sampled, accept_greedy
+from .functional_dflash2 import accept_block_sampled, accept_greedy, committed_block
 from .kernels.attention_interface import block_attention_lengths, use_block_attention
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
@@ -159,6 +159,9 @@ class StaticRound:
         self.logits: torch.Tensor | None = None
         # Accepted count, the token after them, whether the draft was usable, the drafted tokens.
         self.decision = torch.zeros(rows, 3 + slots, **long)
+        # What the round adds to each row.
+        self.committed = torch.zeros(rows, self.block, **long)
+        self.pad_token_id = torch.zeros((), **long)
 
     # ------------------------------------------------------------------------------------------------ a new call
 
@@ -267,6 +270,7 @@ class StaticRound:
             accepted, following = dispatch("accept_greedy", accept_greedy, tokens, scores.argmax(dim=-1))
         usable = proposal.usable[:, None].long()
         self.decision.copy_(torch.cat([accepted[:, None], following[:, None], usable, proposal.tokens], dim=1))
+        self.committed.copy_(committed_block(proposal.tokens, accepted, following, self.pad_token_id))
         self.counts.copy_(torch.where(self.active, accepted + 1, 0))
         self.anchors.copy_(torch.where(self.active, following, self.anchors))
 

@@ -17,6 +17,7 @@
 | --- | --- |
 | `synthetic` | models of a named shape, with an acceptance that their weights alone bring about |
 | `contestants` | one entry per decoding method |
+| `phases` | where the time of a round goes |
 | `measure` | timing, bytes, memory, versions |
 | `report` | the table and the plot |
 """

@@ -20,23 +20,26 @@ Compare decoding methods on one pair of models: one table on the terminal, one J
 `tokens/s` counts decoding, the prefill taken off; `first s` is a method's first call, with what it captures and
 compiles. `floor ms` is the time that the least bytes of a pass (of a round, with a drafter) take at the rate of a copy
 within the device's memory, and `same` counts rows whose ids are those of `plain`.
+Phases of a round follow; those of the static tempo are readings of replayed graphs, see `phases.py`.
 """
 
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import CompileConfig
 
 from transformers_dflash2 import DFlash2DraftModel
+from transformers_dflash2.static_decoding import release_static_rounds
 
 from . import measure, report
 from .contestants import NAMES, Contestant, Workload, contestants, load_public
+from .phases import dynamic_phases, static_phases
 from .prompts import PROMPTS
 from .synthetic import SHAPES, synthetic_pair
 
@@ -72,6 +75,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--budget", type=float, default=20.0, help="seconds of timed calls per method (%(default)s)")
     out = parser.add_argument_group("output")
     out.add_argument("--json", help="write the record here")
+    out.add_argument("--kernels", action="store_true", help="list the kernels of a static round too (CUDA)")
     out.add_argument("--plot", help="draw the rates here (needs matplotlib)")
     options = parser.parse_args(argv)
 
@@ -126,8 +130,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             expected = sequences if contestant.name == "plain" else expected
             results.append({"method": contestant.name, "batch": batch, **result})
             _progress(results[-1])
-        if "dynamic" in options.methods:
-            phases.append({"batch": batch, "method": "dynamic", "seconds": _dynamic_phases(target, draft, workload)})
+        phases += [{"batch": batch, **measured} for measured in _phases(target, draft, workload, options)]
     plain = {result["batch"]: result for result in results if result["method"] == "plain"}
     for result in results:
         if "skipped" not in result:
@@ -288,27 +291,19 @@ def _same_rows(mine: torch.Tensor, theirs: torch.Tensor) -> int:
     return int((mine[:, :width] == theirs[:, :width]).all(dim=1).sum())
 
 
-def _dynamic_phases(target, draft, workload: Workload) -> dict[str, float]:
-    """Mean seconds of a round of the dynamic tempo by phase; each phase waits for the device."""
-    previous = os.environ.get("TRANSFORMERS_DFLASH2_TIMING")
-    os.environ["TRANSFORMERS_DFLASH2_TIMING"] = "1"
-    slots = {} if workload.slots is None else {"num_assistant_tokens": workload.slots}
-    try:
-        target.generate(
-            **workload.inputs[0],
-            max_new_tokens=workload.new_tokens,
-            assistant_model=draft,
-            cache_implementation="dynamic",
-            **workload.sampling,
-            **slots,
-        )
-    finally:
-        if previous is None:
-            del os.environ["TRANSFORMERS_DFLASH2_TIMING"]
-        else:
-            os.environ["TRANSFORMERS_DFLASH2_TIMING"] = previous
-    passes = max(draft.last_stats.target_passes - 1, 1)
-    return {name: spent / passes for name, spent in draft.last_stats.phase_seconds.items() if name != "prefill"}
+def _phases(target, draft, workload: Workload, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Phases of a round of each tempo that takes part."""
+    found = []
+    if "dynamic" in options.methods:
+        found.append({"method": "dynamic", "seconds": dynamic_phases(target, draft, workload), "kernels": []})
+    on_cuda = target.device.type == "cuda"
+    for method, compile_config in (("static", None), ("static-compile", CompileConfig())):
+        if method in options.methods and (on_cuda or compile_config is None):
+            release_static_rounds()
+            repeats = 20 if on_cuda else 3
+            settings = {"compile_config": compile_config, "repeats": repeats, "kernels": options.kernels and on_cuda}
+            found.append({"method": method, **static_phases(target, draft, workload, **settings)})
+    return found
 
 
 def _progress(result: dict[str, Any]) -> None:

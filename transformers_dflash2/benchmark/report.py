@@ -47,6 +47,10 @@ def table(record: dict[str, Any]) -> str:
     for phases in record["phases"]:
         parts = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in phases["seconds"].items())
         lines.append(f"batch {phases['batch']}, {phases['method']}, ms of a round by phase: {parts}")
+        for kernel in phases["kernels"]:
+            lines.append(
+                f"  {kernel['microseconds']:9.1f} us {kernel['launches']:6.1f} launches  {kernel['name'][:90]}"
+            )
     return "\n".join(lines)
 
 

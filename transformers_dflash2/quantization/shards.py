@@ -18,6 +18,8 @@ the best of its own rows, and only those travel. The best of the best are the ca
 included, because ranks hold ids in ascending order.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -49,14 +51,20 @@ class ShardedHeadProjection(HeadProjection):
         return nn.functional.linear(hidden, self.head.weight.to_local(), bias)
 
     def select(
-        self, logits: torch.Tensor, *, top_k: int, multiplier: float = 1.0, softcap: float | None = None
+        self,
+        logits: torch.Tensor,
+        *,
+        top_k: int,
+        multiplier: float = 1.0,
+        softcap: float | None = None,
+        select: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = torch.topk,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         [`functional_dflash2.top_candidates`] over all ranks.
 
         A rank with fewer rows than `top_k`, or with padding only, fills up with `-inf` and takes part like any other.
         """
-        values, ids = top_candidates(logits, top_k=min(top_k, logits.shape[-1]))
+        values, ids = top_candidates(logits, top_k=min(top_k, logits.shape[-1]), select=select)
         missing = (0, top_k - values.shape[-1])
         values = nn.functional.pad(values, missing, value=-torch.inf)
         # Padded rows score -inf and are no candidates, but an id has to be one that codebooks have.

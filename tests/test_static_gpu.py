@@ -1,0 +1,153 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The static tempo recorded in CUDA graphs; what it decides is tested on the CPU as well."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from generation_checks import d0, d1, t0
+from test_distribution import BATCH, DRAFTERS, LAWS, SMALLEST_P_VALUE, chi_square_p_value, joint_law
+from test_distribution import PROMPT as LAW_PROMPT
+from test_distribution import VOCAB as LAW_VOCAB
+from test_distribution import target as law_target
+from test_static import BATCHES, half_right, static
+from transformers import CompileConfig
+
+from transformers_dflash2 import fused_modules, static_round
+from transformers_dflash2.static_round import StaticRound
+from transformers_dflash2.testing import left_pad, table_target
+
+
+pytest.importorskip("scipy")
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+
+
+def moved(*models):
+    return [copy.deepcopy(model).to(DEVICE) for model in models]
+
+
+def on_device(inputs):
+    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+
+
+def recorded(target, draft):
+    """The rounds of a pair, all of which must hold graphs."""
+    rounds = static_round.kept_rounds(target, draft)
+    assert rounds and all(kept.capture_failure is None and kept.has_graph("round") for kept in rounds)
+    return rounds
+
+
+@pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
+def test_same_tokens_as_plain(rows):
+    """Catches a replay that reads what the recording read, and graphs that a later call cannot use."""
+    target, draft = moved(t0(), half_right(t0()))
+    for new_tokens in (40, 9, 40):
+        inputs = on_device({**left_pad(rows), "max_new_tokens": new_tokens, "do_sample": False})
+        expected = target.generate(**inputs)
+        assert torch.equal(static(target, draft, **inputs), expected)
+        # It is the default here.
+        assert torch.equal(target.generate(**inputs, assistant_model=draft), expected)
+    (kept,) = recorded(target, draft)
+    # A graph of the round, and one that accepts.
+    assert len(kept._graphs) == 2
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_fused_families(model_type, monkeypatch):
+    """Catches a fused module that is never recorded, or changes the text."""
+    counts = []
+    original = fused_modules.fused_modules.__wrapped__
+
+    def counting(*models):
+        for found in original(*models):
+            counts.append(dict(found))
+            yield found
+
+    monkeypatch.setattr("transformers_dflash2.static_decoding.fused_modules", contextlib.contextmanager(counting))
+    (target,) = moved(table_target(model_type=model_type))
+    draft = half_right(target)
+    inputs = on_device({**left_pad(BATCHES["padded"]), "max_new_tokens": 30, "do_sample": False})
+    assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
+    recorded(target, draft)
+    # Four layers of the target and two of the drafter.
+    assert counts == [{"norm": counts[0]["norm"], "mlp": 6, "layer": 4, "attention": 6}]
+
+
+@pytest.mark.parametrize("law", ["temperature", "all", "min-p", "repetition"])
+def test_law_over_many_replays(law):
+    """Catches noise that is baked into a graph, or a temperature of the first call that stays."""
+    target, draft = moved(law_target(), DRAFTERS["spread-out"]())
+    prompt = torch.tensor([LAW_PROMPT], device=DEVICE).expand(BATCH, -1)
+    # Another temperature comes first: the same graphs serve both.
+    static(target, draft, inputs=prompt, do_sample=True, max_new_tokens=4, temperature=5.0, top_k=0)
+    torch.manual_seed(5)
+    counts = torch.zeros(LAW_VOCAB**3)
+    places = LAW_VOCAB ** torch.arange(2, -1, -1)
+    for _ in range(10):
+        out = static(target, draft, inputs=prompt, do_sample=True, max_new_tokens=4, **LAWS[law][0])
+        new = out[:, len(LAW_PROMPT) : len(LAW_PROMPT) + 3].cpu()
+        counts += torch.bincount((new * places).sum(-1), minlength=LAW_VOCAB**3)
+    recorded(target, draft)
+    assert chi_square_p_value(counts.double(), joint_law(law)) >= SMALLEST_P_VALUE
+
+
+def test_replays_share_no_noise_and_follow_the_seed(monkeypatch):
+    """Catches a buffer of noise that is drawn once, and draws that a seed does not repeat."""
+    target, draft = moved(t0(), d1())
+    drawn = []
+    original = StaticRound.draw_noise
+
+    def draw_noise(self):
+        original(self)
+        drawn.append(self._noise.clone())
+
+    monkeypatch.setattr(StaticRound, "draw_noise", draw_noise)
+    inputs = on_device({**left_pad(BATCHES["padded"]), "max_new_tokens": 20, "do_sample": True, "temperature": 3.0})
+    outputs = []
+    for seed in (0, 0, 1):
+        drawn.clear()
+        torch.manual_seed(seed)
+        outputs.append(static(target, draft, **inputs))
+        noise = torch.stack(drawn)
+        assert noise.unique(dim=0).shape[0] == len(drawn) >= 3
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_greedy_and_sampled_calls_share_the_round():
+    """Catches a second recording of the large graph, and a greedy call that samples or draws."""
+    target, draft = moved(t0(), d0())
+    inputs = on_device({**left_pad([[3, 7, 1]]), "max_new_tokens": 20})
+    expected = target.generate(**inputs, do_sample=False)
+    for _ in range(2):
+        static(target, draft, **inputs, do_sample=True, temperature=2.0, top_k=5)
+        state = torch.cuda.get_rng_state()
+        assert torch.equal(static(target, draft, **inputs, do_sample=False), expected)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+    (kept,) = recorded(target, draft)
+    assert len(kept._graphs) == 3
+
+
+def test_compiled_forward():
+    """Catches a compiled forward that a graph cannot hold, or that writes beside the buffers."""
+    target, draft = moved(t0(), half_right(t0()))
+    inputs = on_device({**left_pad(BATCHES["even"]), "max_new_tokens": 30, "do_sample": False})
+    expected = target.generate(**inputs)
+    for _ in range(2):
+        assert torch.equal(static(target, draft, compile_config=CompileConfig(), **inputs), expected)
+    recorded(target, draft)

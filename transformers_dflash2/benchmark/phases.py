@@ -1,0 +1,206 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Where the time of a round goes.
+
+The static tempo is measured from within a call: a decoding object of the tempo's own class stops before its first
+round, plays each phase by itself on the buffers as they are, and then goes on. On CUDA every reading is that of a
+replayed graph. `round` is all phases in one graph, `plain step` one token of the target through the same buffers (not
+compiled), and the parts of `draft` that only DFlash2 has are read once more by themselves.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from .. import compat
+from ..functional_dflash2 import top_candidates
+from ..kernels.attention_interface import block_attention_lengths, use_block_attention
+from ..kernels.top_k import select_top_k
+from ..static_buffers import StaticTargetLayer
+from ..static_decoding import StaticDecoding
+from ..target import FeatureTap
+from .contestants import Workload
+from .measure import seconds_replayed
+
+
+class _PhaseProbe(StaticDecoding):
+    """A static call that measures its phases before its first round."""
+
+    def __init__(self, *args, repeats: int, kernels: bool, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._repeats, self._wants_kernels = repeats, kernels
+        self.seconds: dict[str, float] = {}
+        self.kernels: list[dict[str, Any]] = []
+
+    def _round(self, tap: FeatureTap) -> None:
+        if not self.seconds:
+            self._measure(tap)
+        super()._round(tap)
+
+    def _measure(self, tap: FeatureTap) -> None:
+        round_, phases = self.static_round, self.phases(tap)
+        if self.compile_options is not None:
+            self._compile(phases)
+        state = (round_.lengths, round_.counts, round_.anchors, round_.context.lengths)
+        saved = [tensor.clone() for tensor in state]
+
+        def whole_round():
+            # Nothing is committed, so that every repetition finds the same lengths.
+            round_.counts.zero_()
+            for phase in phases.values():
+                phase()
+
+        with self._fused():
+            calls = {**phases, "round": whole_round, **self._parts()}
+            if self.compile_options is None:
+                calls["plain step"] = self._plain_step()
+            for name, call in calls.items():
+                round_.counts.zero_()
+                self.seconds[name] = seconds_replayed(call, self.device, repeats=self._repeats)
+            if self._wants_kernels:
+                self.kernels = _kernels(whole_round)
+        for tensor, value in zip(state, saved, strict=True):
+            tensor.copy_(value)
+
+    def _parts(self) -> dict[str, Callable[[], Any]]:
+        """The convolutions, the choice of candidates and the selector, on inputs of the right shape."""
+        round_, draft = self.static_round, self.draft
+        shape = (round_.rows, round_.block, draft.config.hidden_size)
+        hidden = torch.randn(shape, device=self.device, dtype=draft.dtype)
+        convs = [conv for layer in draft.layers for conv in (layer.attention_conv, layer.mlp_conv) if conv is not None]
+
+        def convolution():
+            for conv in convs:
+                conv.finish(*conv.prepare(hidden))
+
+        parts: dict[str, Callable[[], Any]] = {"draft: convolution": convolution} if convs else {}
+        selector = draft.candidate_selector
+        if selector is None:
+            return parts
+        logits = self.adapter.logits(hidden[:, 1:], self.session.target_dtype)
+        top_k = draft.config.selector_top_k
+        unary, ids = top_candidates(logits, top_k=top_k)
+        arguments = (unary, ids, round_.anchors, round_.draft_uniforms, round_.temperatures, round_.greedy_mask)
+        parts["draft: top-k"] = lambda: select_top_k(logits, top_k)
+        parts["draft: selector"] = lambda: selector.walk(hidden[:, 1:], *arguments)
+        return parts
+
+    def _plain_step(self) -> Callable[[], Any]:
+        round_ = self.static_round
+        columns = round_.lengths[:, None].clone()
+        layers = [StaticTargetLayer(columns, layer.keys, layer.values) for layer in round_.cache.layers]
+        kwargs = {**self._verify_kwargs, compat.CACHE_KEY: Cache(layers=layers)}
+        kwargs["position_ids"] = round_.position_base + columns
+        if "logits_to_keep" in kwargs:
+            kwargs["logits_to_keep"] = 1
+        inputs = compat.block_inputs(self.target, round_.anchors[:, None], kwargs)
+
+        def step():
+            with use_block_attention(self.target), block_attention_lengths(round_.lengths):
+                self.target(**inputs, return_dict=True).logits.argmax(dim=-1)
+
+        return step
+
+
+def static_phases(
+    target, draft, workload: Workload, *, compile_config=None, repeats: int = 20, kernels: bool = False
+) -> dict[str, Any]:
+    """
+    Seconds of the phases of one static round of a workload.
+
+    Args:
+        target ([`~transformers.PreTrainedModel`]): The target.
+        draft ([`DFlash2DraftModel`]): Its drafter.
+        workload ([`Workload`]): The first batch of it is used.
+        compile_config ([`~transformers.CompileConfig`], *optional*): Compiles the target's forward.
+        repeats (`int`, *optional*, defaults to 20): Readings per phase; the median counts.
+        kernels (`bool`, *optional*, defaults to `False`): Whether to list the kernels of a round, on CUDA.
+
+    Returns:
+        `dict`: `seconds` by phase, and `kernels`.
+    """
+    probes = []
+
+    def decode(
+        model, input_ids, logits_processor=None, stopping_criteria=None, generation_config=None, **model_kwargs
+    ):
+        probe = _PhaseProbe(
+            model,
+            draft,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            num_assistant_tokens=workload.slots,
+            streamer=None,
+            model_kwargs=model_kwargs,
+            compile_config=compile_config,
+            repeats=repeats,
+            kernels=kernels,
+        )
+        probes.append(probe)
+        return probe.run()
+
+    options = {"max_new_tokens": workload.new_tokens, "custom_generate": decode, **workload.sampling}
+    target.generate(**workload.inputs[0], **options)
+    return {"seconds": probes[0].seconds, "kernels": probes[0].kernels}
+
+
+def _kernels(call: Callable[[], None], *, rounds: int = 10, shown: int = 40) -> list[dict[str, Any]]:
+    """Microseconds and launches per round of the kernels that take longest, under the profiler, without a graph."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(rounds):
+            call()
+        torch.cuda.synchronize()
+    events = [event for event in profiler.key_averages() if event.self_device_time_total > 0]
+    events.sort(key=lambda event: event.self_device_time_total, reverse=True)
+    return [
+        {
+            "name": event.key,
+            "microseconds": event.self_device_time_total / rounds,
+            "launches": event.count / rounds,
+        }
+        for event in events[:shown]
+    ]
+
+
+def dynamic_phases(target, draft, workload: Workload) -> dict[str, float]:
+    """Mean seconds of a round of the dynamic tempo by phase; each phase waits for the device."""
+    previous = os.environ.get("TRANSFORMERS_DFLASH2_TIMING")
+    os.environ["TRANSFORMERS_DFLASH2_TIMING"] = "1"
+    slots = {} if workload.slots is None else {"num_assistant_tokens": workload.slots}
+    try:
+        target.generate(
+            **workload.inputs[0],
+            max_new_tokens=workload.new_tokens,
+            assistant_model=draft,
+            cache_implementation="dynamic",
+            **workload.sampling,
+            **slots,
+        )
+    finally:
+        if previous is None:
+            del os.environ["TRANSFORMERS_DFLASH2_TIMING"]
+        else:
+            os.environ["TRANSFORMERS_DFLASH2_TIMING"] = previous
+    passes = max(draft.last_stats.target_passes - 1, 1)
+    return {name: spent / passes for name, spent in draft.last_stats.phase_seconds.items() if name != "prefill"}
+
+
+__all__ = ["dynamic_phases", "static_phases"]
