@@ -49,6 +49,7 @@ RANKS = {
     "compat": 1,
     "configuration_dflash2": 1,
     "functional_dflash2": 1,
+    "graph_pieces": 1,
     "cache_dflash2": 2,
     "kernels": 2,
     "ranks": 2,

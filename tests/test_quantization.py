@@ -74,6 +74,21 @@ def test_batch_with_rows_of_their_own_pace(name):
     assert_same_tokens(target, draft, rows, max_new_tokens=10, attention_mask=torch.ones_like(rows))
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_static_tempo(name, monkeypatch):
+    """Catches a quantised target that is kept out of the static tempo, or whose buffers have a dtype of their own."""
+    pytest.importorskip("triton")
+    from transformers_dflash2.static_decoding import StaticDecoding
+
+    taken, run = [], StaticDecoding.run
+    monkeypatch.setattr(StaticDecoding, "run", lambda self: taken.append(self) or run(self))
+    target, draft = quantize(dense_target(), name), table_pair(name)[1]
+    inputs = {"inputs": PROMPT, "max_new_tokens": 15, "do_sample": False}
+    drafted = target.generate(**inputs, assistant_model=draft, cache_implementation="static")
+    assert taken and draft.last_stats.mean_accepted_length > 4
+    assert torch.equal(drafted, target.generate(**inputs))
+
+
 @pytest.mark.parametrize("name", ["bnb-nf4", "ct-fp8", "ao-int8"])
 def test_sampled_law_is_that_of_the_quantised_target(name):
     """Catches candidate scores that are not those the target verifies with: the law of two tokens would be off."""

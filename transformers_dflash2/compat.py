@@ -135,10 +135,13 @@ def has_active_hooks(module: torch.nn.Module) -> bool:
     """
     Whether something runs around a module's forward that a replayed graph would skip.
 
-    The hooks with which the host records hidden states stay on a model once they were used. They do nothing in a call
-    that does not ask for hidden states.
+    Two kinds of hook do not count. Those with which the host records hidden states stay on a model once they were
+    used, and do nothing in a call that does not ask for hidden states. The one with which compressed-tensors unpacks a
+    model's weights is gone after the prefill.
     """
-    if module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook"):
+        return True
+    if any(getattr(hook, "__name__", "") != "ct_decompress_hook" for hook in module._forward_pre_hooks.values()):
         return True
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 

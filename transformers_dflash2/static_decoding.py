@@ -42,6 +42,7 @@ from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_greedy
 from .fused_modules import fused_norms
 from .generation import SpeculativeDecoding, VerifiedBlock
+from .graph_pieces import PiecewiseGraph, record_on_cuda
 from .kernels.attention_interface import block_attention_lengths, unsupported_model_reason, use_block_attention
 from .kernels.block_attention import block_attention_reference
 from .kernels.dispatch import dispatch
@@ -178,7 +179,7 @@ class StaticRound:
     def __init__(self, adapter, draft, prefilled, *, batch_size, capacity, slots, features, device):
         self.capacity, self.slots, self.block = capacity, slots, slots + 1
         self.in_use = False
-        self.graph: torch.cuda.CUDAGraph | None = None
+        self.graph: PiecewiseGraph | None = None
         # Why the body could not be captured; it runs launch by launch then.
         self.capture_failure: str | None = None
         long = {"dtype": torch.long, "device": device}
@@ -274,16 +275,19 @@ class StaticRound:
         rng_state = torch.cuda.get_rng_state(self.lengths.device)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
         with fused_norms(target, session.draft):
             with torch.cuda.stream(stream):
                 for _ in range(2):
                     self.body(target, adapter, session, kwargs, tap)
             torch.cuda.current_stream().wait_stream(stream)
             try:
-                with torch.cuda.graph(graph):
-                    self.body(target, adapter, session, kwargs, tap)
-                self.graph = graph
+                self.graph = record_on_cuda(
+                    lambda: self.body(target, adapter, session, kwargs, tap),
+                    adapter.head,
+                    self.features.new_zeros(
+                        len(self.counts), self.slots, session.draft.config.hidden_size, dtype=self.feature_dtype
+                    ),
+                )
             except RuntimeError as error:
                 self.capture_failure = str(error).splitlines()[0]
                 logger.warning(
