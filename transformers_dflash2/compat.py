@@ -159,15 +159,22 @@ def must_synchronise_ranks(target) -> bool:
 
 
 def tensor_parallel_mesh(target):
-    """The one-dimensional device mesh over which weights of a target are sharded, `None` for a whole one."""
+    """The one-dimensional device mesh over which the host has spread a target's weights, `None` for a whole one."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor
 
-    for parameter in target.parameters():
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh
+    for module in filter(_is_tensor_parallel, target.modules()):
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                return parameter.device_mesh
     return None
+
+
+def _is_tensor_parallel(module: torch.nn.Module) -> bool:
+    # The host wraps the forward of what it shards. Weights alone do not tell: data parallelism shards them too.
+    forward = vars(module).get("forward")
+    return getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
 
 
 def embedding_rows(weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -189,9 +196,7 @@ def vocabulary_shard(head: torch.nn.Module) -> int | None:
     Only a dense linear layer counts, one whose forward the host has wrapped and nobody else: then its scores are rows
     times input. Any other head gathers the scores of the whole vocabulary in its own forward.
     """
-    if type(head) is not torch.nn.Linear or hasattr(head, "quantization_scheme"):
-        return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if type(head) is not torch.nn.Linear or hasattr(head, "quantization_scheme") or not _is_tensor_parallel(head):
         return None
     from torch.distributed.tensor import DTensor, Shard
 
