@@ -8,17 +8,18 @@ Good enough to try a format; for a checkpoint to keep, use a tool that calibrate
 """
 
 import argparse
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from transformers_dflash2.import_utils import require
 
 
-__all__ = ["GROUP_SIZE", "compress"]
+__all__ = ["GROUP_SIZE", "compress", "load_untied"]
 
 # Weights that share a scale in 4-bit integer formats; it divides the sizes of small models too.
 GROUP_SIZE = 32
@@ -76,6 +77,21 @@ def _round_to_nearest(module: nn.Module) -> None:
         module.weight_zero_point.copy_(zero_point)
 
 
+def load_untied(folder: str | Path) -> PreTrainedModel:
+    """Loads a dense model and gives its head weights of its own, so that the head can be compressed as well."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    if not model.config.tie_word_embeddings:
+        return model
+    config = copy.deepcopy(model.config)
+    config.tie_word_embeddings = False
+    untied = type(model)(config).to(model.dtype)
+    weights = model.state_dict()
+    weights["lm_head.weight"] = model.get_input_embeddings().weight
+    untied.load_state_dict(weights)
+    untied.generation_config = model.generation_config
+    return untied
+
+
 def main() -> None:
     import smollm2
 
@@ -85,8 +101,7 @@ def main() -> None:
     parser.add_argument("--target", help="folder of a dense model; by default SmolLM2-135M-Instruct")
     args = parser.parse_args()
     folder, _ = smollm2.find_target(args.target)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", tie_word_embeddings=False)
-    compress(model, args.scheme, args.destination)
+    compress(load_untied(folder), args.scheme, args.destination)
     AutoTokenizer.from_pretrained(folder).save_pretrained(args.destination)
 
 

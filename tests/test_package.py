@@ -68,6 +68,7 @@ RANKS = {
     "configuration_dflash2": 1,
     "functional_dflash2": 1,
     "functional_recurrence": 1,
+    "graph_pieces": 1,
     "hub": 1,
     "cache_dflash2": 2,
     "configuration_dspark": 2,

@@ -30,10 +30,14 @@ from transformers_dflash2.target import TargetAdapter
 from transformers_dflash2.testing import assert_same_tokens, draft_config, random_drafter, table_drafter, table_target
 
 
-# Variants of a format differ in how it is stored, not in what becomes of padded rows.
-PADDED_CASES = [(name, padding) for name in FORMATS for padding in (0, 1, 64) if not (padding and name.endswith("ed"))]
 # One format of each kind of layer.
 KINDS = ["bnb-nf4", "bnb-int8", "ct-w8a8", "ct-w4a16", "ao-int8"]
+# Variants of a format differ in how it is stored, not in what becomes of padded rows.
+PADDED_CASES = [
+    *((name, 0) for name in FORMATS),
+    *((name, 1) for name in KINDS),
+    *((name, 64) for name in FORMATS if not name.endswith("ed")),
+]
 # Share of the dequantised head's best candidates that are drafted from.
 LOWEST_RECALL = 0.99
 
@@ -74,10 +78,25 @@ def test_batch_with_rows_of_their_own_pace(name):
     assert_same_tokens(target, draft, rows, max_new_tokens=10, attention_mask=torch.ones_like(rows))
 
 
+@pytest.mark.parametrize("name", ["bnb-nf4", "bnb-int8", "ct-w4a16"])
+def test_static_tempo(name, monkeypatch):
+    """Catches a quantised target that is kept out of the static tempo, or whose buffers have a dtype of their own."""
+    pytest.importorskip("triton")
+    from transformers_dflash2.static_decoding import StaticDecoding
+
+    taken, run = [], StaticDecoding.run
+    monkeypatch.setattr(StaticDecoding, "run", lambda self: taken.append(self) or run(self))
+    target, draft = quantize(dense_target(), name), table_pair(name)[1]
+    inputs = {"inputs": PROMPT, "max_new_tokens": 15, "do_sample": False}
+    drafted = target.generate(**inputs, assistant_model=draft, cache_implementation="static")
+    assert taken and draft.last_stats.mean_accepted_length > 4
+    assert torch.equal(drafted, target.generate(**inputs))
+
+
 @pytest.mark.parametrize("name", ["bnb-nf4", "ct-fp8", "ao-int8"])
 def test_sampled_law_is_that_of_the_quantised_target(name):
     """Catches candidate scores that are not those the target verifies with: the law of two tokens would be off."""
-    vocab, prompt, draws, temperature = 8, torch.tensor([[3, 6]]), 4_000, 0.8
+    vocab, prompt, draws, temperature = 8, torch.tensor([[3, 6]]), 2_000, 0.8
     dense = table_target(1, vocab, mix=0.15, logit_scale=0.35, num_hidden_layers=2)
     draft = table_drafter(dense, sharpness=1.5, target_layer_ids=[0, 1])
     target = quantize(dense, name)

@@ -215,10 +215,13 @@ def has_active_hooks(module: torch.nn.Module) -> bool:
     """
     Whether something runs around a module's forward that a replayed graph would skip.
 
-    The hooks with which the host records hidden states stay on a model once they were used. They do nothing in a call
-    that does not ask for hidden states.
+    Two kinds of hook do not count. Those with which the host records hidden states stay on a model once they were
+    used, and do nothing in a call that does not ask for hidden states. The one with which compressed-tensors unpacks a
+    model's weights is gone after the prefill.
     """
-    if module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+    if hasattr(module, "_hf_hook"):
+        return True
+    if any(getattr(hook, "__name__", "") != "ct_decompress_hook" for hook in module._forward_pre_hooks.values()):
         return True
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
 
@@ -236,15 +239,22 @@ def must_synchronise_ranks(target) -> bool:
 
 
 def tensor_parallel_mesh(target):
-    """The one-dimensional device mesh over which weights of a target are sharded, `None` for a whole one."""
+    """The one-dimensional device mesh over which the host has spread a target's weights, `None` for a whole one."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return None
     from torch.distributed.tensor import DTensor
 
-    for parameter in target.parameters():
-        if isinstance(parameter, DTensor):
-            return parameter.device_mesh
+    for module in filter(_is_tensor_parallel, target.modules()):
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                return parameter.device_mesh
     return None
+
+
+def _is_tensor_parallel(module: torch.nn.Module) -> bool:
+    # The host wraps the forward of what it shards. Weights alone do not tell: data parallelism shards them too.
+    forward = vars(module).get("forward")
+    return getattr(forward, "__module__", None) == "transformers.distributed.tensor_parallel"
 
 
 def embedding_rows(weight: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -266,9 +276,7 @@ def vocabulary_shard(head: torch.nn.Module) -> int | None:
     Only a dense linear layer counts, one whose forward the host has wrapped and nobody else: then its scores are rows
     times input. Any other head gathers the scores of the whole vocabulary in its own forward.
     """
-    if type(head) is not torch.nn.Linear or hasattr(head, "quantization_scheme"):
-        return None
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if type(head) is not torch.nn.Linear or hasattr(head, "quantization_scheme") or not _is_tensor_parallel(head):
         return None
     from torch.distributed.tensor import DTensor, Shard
 

@@ -210,6 +210,7 @@ class StaticDecoding(SpeculativeDecoding):
                 "round",
                 propose_and_verify,
                 record=self.record,
+                head=self.adapter.head,
                 during_capture=self._fused,
             )
             self.stats.target_passes += 1

@@ -39,6 +39,7 @@ from transformers.generation import logits_process
 from . import compat
 from .candidate_generator import DraftSession
 from .functional_dflash2 import accept_block_sampled, accept_greedy, committed_block
+from .graph_pieces import PiecewiseGraph, record_on_cuda
 from .kernels.attention_interface import block_attention_lengths, use_block_attention
 from .kernels.dispatch import dispatch
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal
@@ -129,7 +130,7 @@ class StaticRound:
         self.in_use = False
         # Why the phases could not be recorded; they run launch by launch then.
         self.capture_failure: str | None = None
-        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, PiecewiseGraph] = OrderedDict()
         long = {"dtype": torch.long, "device": self.device}
         self.lengths = torch.zeros(rows, **long)
         self.counts = torch.zeros(rows, **long)
@@ -152,6 +153,10 @@ class StaticRound:
         width = sum(tap.shape[-1] for tap in features)
         self.features = torch.zeros(rows, self.block, width, device=self.device, dtype=draft.dtype)
         self.feature_dtype = features[0].dtype
+        # The shape and type in which the head gets the drafter's rows.
+        self._head_inputs = torch.zeros(
+            rows, slots, draft.config.hidden_size, device=self.device, dtype=self.feature_dtype
+        )
         self.cache = Cache(layers=[static_layer(layer, self.columns, capacity) for layer in prefilled.layers])
         self._host_modules = modules
         # What the phases leave behind.
@@ -297,6 +302,7 @@ class StaticRound:
         call: Callable[[], None],
         *,
         record: bool,
+        head: nn.Module | None = None,
         during_capture: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         """
@@ -306,6 +312,7 @@ class StaticRound:
             key (`Hashable`): Tells graphs of this round apart.
             call (`Callable`): Runs the phases; reads and writes tensors of this object only.
             record (`bool`): Whether a graph may be used.
+            head (`torch.nn.Module`, *optional*): The target's output head, if the phases call it.
             during_capture (`Callable`): Makes the context in which the phases are recorded.
         """
         if not record or self.device.type != "cuda" or self.capture_failure is not None:
@@ -313,7 +320,7 @@ class StaticRound:
             return
         if key not in self._graphs:
             with during_capture():
-                self._capture(key, call)
+                self._capture(key, call, head)
         graph = self._graphs.get(key)
         if graph is None:
             call()
@@ -321,7 +328,7 @@ class StaticRound:
             self._graphs.move_to_end(key)
             graph.replay()
 
-    def _capture(self, key: Hashable, call: Callable[[], None]) -> None:
+    def _capture(self, key: Hashable, call: Callable[[], None], head: nn.Module | None) -> None:
         state = (self.lengths, self.counts, self.anchors, self.context.lengths)
         saved = [tensor.clone() for tensor in state]
         # So that rehearsals commit nothing.
@@ -332,11 +339,8 @@ class StaticRound:
             for _ in range(2):
                 call()
         torch.cuda.current_stream(self.device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
-                call()
-            self._graphs[key] = graph
+            self._graphs[key] = record_on_cuda(call, head, self._head_inputs)
             # The round's own graph is the first; of the others the least recently played one goes.
             while len(self._graphs) > 1 + MAX_ACCEPT_GRAPHS:
                 del self._graphs[next(other for other in self._graphs if isinstance(other, tuple))]

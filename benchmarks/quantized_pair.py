@@ -1,0 +1,86 @@
+"""SmolLM2-135M-Instruct quantised in several ways, with its drafter: same text, and what becomes of acceptance.
+
+    python benchmarks/quantized_pair.py --formats dense bnb-4 bnb-8 W8A8 W4A16
+
+Heads are untied and quantised with the rest. The text is compared with that of the same quantised target alone, in
+float32 as far as the format computes in it. No speed: libraries emulate some of these formats on a CPU.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+from real_pair import PROMPTS, encode
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+
+from transformers_dflash2 import DFlash2DraftModel
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+
+import compress
+import smollm2
+
+
+def load(folder, name, work):
+    if name in ("dense", "bnb-4", "bnb-8"):
+        if not work.is_dir():
+            compress.load_untied(folder).save_pretrained(work)
+        config = None
+        if name != "dense":
+            # The library logs a cast on every call of an 8-bit layer.
+            logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+            bits = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+            bits = bits if name == "bnb-4" else {"load_in_8bit": True}
+            config = BitsAndBytesConfig(**bits, llm_int8_skip_modules=[])
+        return AutoModelForCausalLM.from_pretrained(work, quantization_config=config, dtype=torch.float32)
+    compress.compress(compress.load_untied(folder), name, work / name)
+    return AutoModelForCausalLM.from_pretrained(work / name, dtype=torch.float32)
+
+
+def measure(target, draft, tokenizer, args):
+    same = new_tokens = rounds = accepted = 0
+    for prompt in PROMPTS[: args.prompts]:
+        inputs = encode(tokenizer, [prompt])
+        options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+        plain = target.generate(**inputs, **options)
+        drafted = target.generate(**inputs, **options, assistant_model=draft)
+        same += torch.equal(plain, drafted)
+        stats = draft.last_stats
+        new_tokens, rounds, accepted = new_tokens + stats.new_tokens, rounds + stats.rounds, accepted + stats.accepted
+    return {
+        "head": type(target.get_output_embeddings()).__name__,
+        "identical": same,
+        "prompts": args.prompts,
+        "new_tokens": new_tokens,
+        "mean_accepted_length": round(1 + accepted / rounds, 3),
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", default=["dense", "bnb-4", "bnb-8", "W8A8", "W4A16"])
+    parser.add_argument("--target", help="folder of the dense target")
+    parser.add_argument("--draft", default=str(smollm2.DRAFT))
+    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--max-new-tokens", type=int, default=48)
+    args = parser.parse_args()
+    folder, _ = smollm2.find_target(args.target)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    draft = DFlash2DraftModel.from_pretrained(args.draft, dtype=torch.float32)
+    result = {"torch": torch.__version__, "transformers": transformers.__version__}
+    with tempfile.TemporaryDirectory() as work:
+        for name in args.formats:
+            target = load(folder, name, Path(work) / "untied")
+            result[name] = measure(target, draft, tokenizer, args)
+            print(name, json.dumps(result[name]), flush=True)
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
