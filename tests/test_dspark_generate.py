@@ -273,6 +273,13 @@ def test_mask_id_past_the_padding_is_refused():
         scaled().generate(PROMPT, assistant_model=draft, max_new_tokens=4)
 
 
+def test_reduced_vocabulary_of_another_target_is_refused():
+    """Catches draft ids that the target pads: they would be looked up behind its probabilities."""
+    draft = random_dspark(scaled(), d2t=[1, 5, 24])
+    with pytest.raises(ValueError, match="`d2t` maps draft tokens to ids 1 to 24, but the target has ids 0 to 23"):
+        scaled().generate(PROMPT, assistant_model=draft, max_new_tokens=4)
+
+
 def base_logits(target, draft, monkeypatch):
     """What the Markov head is given in the first round, and the final rows of the drafter."""
     seen = []
