@@ -15,6 +15,7 @@
 
 import functools
 import itertools
+import zlib
 
 import pytest
 import torch
@@ -177,8 +178,9 @@ def joint_law(target, law):
     return joint
 
 
-def check_joint_law(target, draft, law, seed, **kwargs):
-    torch.manual_seed(seed)
+def check_joint_law(target, draft, law, *case):
+    # Noise of its own for every case: with one seed for all, one unlucky stream would look like a bias of all.
+    torch.manual_seed(zlib.crc32(repr((target, law, *case)).encode()))
     counts = torch.zeros(VOCAB**3)
     for _ in range(DRAWS // BATCH):
         out = law_target(target).generate(
@@ -188,12 +190,11 @@ def check_joint_law(target, draft, law, seed, **kwargs):
             # One more than is counted, so that all but the first can be drafted ones.
             max_new_tokens=4,
             **LAWS[law][0],
-            **kwargs,
         )[:, 2:5]
         counts += torch.bincount((out * VOCAB ** torch.arange(2, -1, -1)).sum(-1), minlength=VOCAB**3)
     assert draft.last_stats.accepted > 0
     p_value = chi_square_p_value(counts.double(), joint_law(target, law))
-    print(f"chi-square p = {p_value:.4f} ({target}, {law})")
+    print(f"chi-square p = {p_value:.4f} ({target}, {law}, {case})")
     assert p_value >= SMALLEST_P_VALUE
 
 
@@ -209,14 +210,14 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("drafter", "kind", "anchor"),
     _cases(
-        {("spread-out", "vanilla", True), ("spread-out", "gated", False), ("random", "rnn", True)},
+        {("spread-out", "vanilla", True), ("random", "gated", False), ("random", "rnn", True)},
         of=(DRAFTERS, HEADS, (True, False)),
     ),
 )
 def test_joint_law_of_three_tokens(drafter, kind, anchor):
     """Catches a q that is not what the draft was drawn from: of another predecessor, another slot, or none."""
     draft = DRAFTERS[drafter](law_target("qwen3"), markov_head_type=kind, sample_from_anchor=anchor)
-    check_joint_law("qwen3", draft, "all", seed=1)
+    check_joint_law("qwen3", draft, "all", drafter, kind, anchor)
 
 
 @pytest.mark.parametrize(("target", "kind"), _cases({("width-scaled", "rnn")}, of=(("gemma2", "width-scaled"), HEADS)))
@@ -224,14 +225,14 @@ def test_joint_law_on_other_targets(target, kind):
     """Catches a law that is off where the target caps, scales or pads its logits."""
     model = law_target(target)
     draft = table_dspark(model, random_table(VOCAB, 1), sharpness=1.5, markov_head_type=kind)
-    check_joint_law(target, draft, "temperature", seed=2)
+    check_joint_law(target, draft, "temperature", kind)
 
 
 @pytest.mark.parametrize("kind", ["vanilla", pytest.param("gated", marks=SLOW), pytest.param("rnn", marks=SLOW)])
 def test_joint_law_with_a_reduced_vocabulary(kind):
     """Catches a residual that gives tokens which are never drafted too little."""
     draft = table_dspark(law_target("qwen3"), sharpness=1.5, markov_head_type=kind, d2t=[6, 0, 3, 1])
-    check_joint_law("qwen3", draft, "temperature", seed=3)
+    check_joint_law("qwen3", draft, "temperature", "reduced", kind)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_joint_law_with_restricted_drafts(kind, option):
     draft = table_dspark(law_target("qwen3"), sharpness=1.5, markov_head_type=kind)
     for name, value in option.items():
         setattr(draft, name, value)
-    check_joint_law("qwen3", draft, "repetition", seed=4)
+    check_joint_law("qwen3", draft, "repetition", kind, option)
 
 
 # ------------------------------------------------------------------------- padded vocabulary and width multiplier
@@ -270,6 +271,13 @@ def test_mask_id_past_the_padding_is_refused():
     draft = random_dspark(scaled(), mask_token_id=31)
     draft.config.mask_token_id = 32
     with pytest.raises(ValueError, match="mask_token_id`=32.*32 rows"):
+        scaled().generate(PROMPT, assistant_model=draft, max_new_tokens=4)
+
+
+def test_reduced_vocabulary_of_another_target_is_refused():
+    """Catches draft ids that the target pads: they would be looked up behind its probabilities."""
+    draft = random_dspark(scaled(), d2t=[1, 5, 24])
+    with pytest.raises(ValueError, match="`d2t` maps draft tokens to ids 1 to 24, but the target has ids 0 to 23"):
         scaled().generate(PROMPT, assistant_model=draft, max_new_tokens=4)
 
 

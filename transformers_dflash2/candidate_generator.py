@@ -153,7 +153,7 @@ class DFlash2CandidateGenerator(CandidateGenerator):
         target ([`~transformers.PreTrainedModel`]): The model the loop runs.
         generation_config ([`~transformers.GenerationConfig`]): The call's configuration: `do_sample`, `temperature`,
             `max_length` and the end tokens are read.
-        num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default the config's block less one.
+        num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default what a block proposes.
         logits_processor: Accepted for the host's sake. A drafter is shaped by the temperature alone.
 
     Raises:
@@ -262,7 +262,7 @@ class DFlash2CandidateGenerator(CandidateGenerator):
         return torch.cat([input_ids, tokens[:, :kept]], dim=-1), dense
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, num_matches) -> None:
-        """The draft length is constant; nothing to update."""
+        """The draft length is constant here; it adapts in the library's own loop, see `verify_length`."""
 
     def _ingest(self, model_kwargs: dict, length: int, n_last_matches) -> None:
         # The target's own forward comes first; a processor that runs the target as well comes after it.

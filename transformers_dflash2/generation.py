@@ -195,7 +195,7 @@ class SpeculativeDecoding:
         logits_processor ([`~transformers.LogitsProcessorList`]): The request's processors, prepared by the host.
         stopping_criteria ([`~transformers.StoppingCriteriaList`]): The request's rules, prepared by the host.
         generation_config ([`~transformers.GenerationConfig`]): The request's resolved configuration.
-        num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default the drafter's block less one.
+        num_assistant_tokens (`int`, *optional*): Tokens to draft per round; by default as many as its block proposes.
         verify_length ([`VerifyLength`], *optional*): Decides how many drafted tokens are verified; by default all.
         streamer ([`~transformers.generation.BaseStreamer`], *optional*): Receives tokens as plain decoding would.
         model_kwargs (`dict`): Model inputs, prepared by the host.

@@ -79,11 +79,14 @@ class DSparkMarkovHead(nn.Module):
             `(tokens, logits, index)`: int64 `(batch, slots)`, the corrected logits, fp32
             `(batch, slots, candidates)`, and the candidates picked, int64 `(batch, slots)`.
         """
-        previous = anchor_ids
+        embedding = self.embed(anchor_ids)
         state = hidden.new_zeros(hidden.shape[0], self.markov_w1.embedding_dim, dtype=torch.float32)
         tokens, logits, picked = [], [], []
         for slot in range(hidden.shape[1]):
-            code, state = self._code(hidden[:, slot], self.embed(previous), state)
+            if slot > 0:
+                # Drafted tokens have a row of their own.
+                embedding = self.markov_w1(tokens[-1])
+            code, state = self._code(hidden[:, slot], embedding, state)
             slot_logits, index = _fast(
                 "markov_step",
                 markov_step,
@@ -95,8 +98,7 @@ class DSparkMarkovHead(nn.Module):
                 greedy_mask,
                 successor_rows=None if successor_rows is None else successor_rows[:, slot],
             )
-            previous = candidate_ids[:, slot].gather(1, index[:, None])[:, 0]
-            tokens.append(previous)
+            tokens.append(candidate_ids[:, slot].gather(1, index[:, None])[:, 0])
             logits.append(slot_logits)
             picked.append(index)
         return torch.stack(tokens, dim=1), torch.stack(logits, dim=1), torch.stack(picked, dim=1)
