@@ -10,6 +10,8 @@ from generation_checks import PROMPT, d1, pure_drafter, pure_target, t0
 from test_inspection import word_tokenizer
 from transformers import AutoModelForCausalLM, TextIteratorStreamer
 
+from transformers_dflash2.testing import table_drafter, table_target
+
 
 OPTIONS = {"max_new_tokens": 24, "do_sample": False}
 
@@ -39,11 +41,14 @@ def test_text_streams_from_another_thread():
     assert texts[0] == texts[1] and texts[0].strip()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["forward", "module"])
 def test_compiled_target(form):
-    """Catches a target that is recognised by its class, or whose layers are compiled past the hooks that read them."""
-    from transformers_dflash2.testing import table_drafter, table_target
+    """
+    Catches a target that is recognised by its class, or whose layers are compiled past the hooks that read them.
 
+    Same ids and rounds; 52 frames are compiled in the first call, none in a second one.
+    """
     target = table_target(0)
     draft = table_drafter(target)
     expected = target.generate(PROMPT, **OPTIONS)
