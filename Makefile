@@ -12,7 +12,7 @@ JOBS ?= auto
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all quality format clean
+.PHONY: demo test test-all quality format docs clean
 
 demo: $(VENV)/.demo
 	$(PY) examples/demo.py $(ARGS)
@@ -31,6 +31,9 @@ format: $(VENV)/.quality
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+docs: $(VENV)/.docs
+	$(PY) -m mkdocs build --quiet --strict
+
 $(VENV)/.torch:
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -c "import torch" 2>/dev/null || $(PIP) install $(TORCH)
@@ -40,10 +43,10 @@ $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: $(VENV)/.torch pyproject.toml
 	$(PIP) install -e ".[$*]"
 	@touch $@
 
-# The linter needs neither torch nor the package, and its requirement is read from pyproject.toml.
-$(VENV)/.quality: pyproject.toml
+# These need neither torch nor the package, and their requirement is read from pyproject.toml.
+$(VENV)/.quality $(VENV)/.docs: $(VENV)/.%: pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PIP) install $$(sed -n 's/^quality = \["\(.*\)"\]/\1/p' pyproject.toml)
+	$(PIP) install $$(sed -n 's/^$* = \["\(.*\)"\]/\1/p' pyproject.toml)
 	@touch $@
 
 clean:

