@@ -220,8 +220,8 @@ def _measure(contestant: Contestant, target, draft, workload: Workload, options,
     tokens, passes = sum(map(sum, written)) - rows * len(written), passes - len(written)
     length = statistics.mean(inputs["input_ids"].shape[1] for inputs in workload.inputs) + new_tokens / 2
     least = measure.pass_bytes(target, tokens=int(length), rows=rows)
-    if contestant.drafts:
-        least = measure.round_bytes(target, draft, tokens=int(length), rows=rows)
+    if contestant.drafter is not None:
+        least = measure.round_bytes(target, contestant.drafter, tokens=int(length), rows=rows)
     spent = max(decode - prefill, 0.0)
     identical = None
     if expected is not None and workload.temperature == 0:

@@ -64,7 +64,7 @@ class Contestant:
     Args:
         name (`str`): How tables call it.
         run (`Callable`): `(inputs, new_tokens) -> sequences`.
-        drafts (`bool`): Whether a drafter takes part, so that a round moves its weights as well.
+        drafter (`torch.nn.Module`, *optional*): The drafter that takes part, whose weights a round moves as well.
         passes (`Callable`, *optional*): Target passes of the last call, prefill included; by default they are counted
             with a hook during one call that is not timed.
         skip (`str`, *optional*): Why it does not take part.
@@ -73,7 +73,7 @@ class Contestant:
 
     name: str
     run: Callable[[dict[str, torch.Tensor], int], torch.Tensor]
-    drafts: bool = False
+    drafter: torch.nn.Module | None = None
     passes: Callable[[], int] | None = None
     skip: str | None = None
     prepare: Callable[[], None] = field(default=static_decoding.release_static_rounds)
@@ -138,16 +138,16 @@ def contestants(target, draft, workload: Workload, *, host_v1=None, public=None)
         Contestant(
             "host-dflash-v1",
             generate(assistant_model=host_v1, speculation_type="dflash"),
-            drafts=True,
+            drafter=host_v1,
             skip="no drafter of the host's own class: pass --host-v1" if host_v1 is None else only_one_row,
         ),
         _public_loop(target, public, workload, only_one_row),
-        Contestant("dynamic", ours(cache_implementation="dynamic"), drafts=True, passes=our_passes),
-        Contestant("static", ours(cache_implementation="static"), drafts=True, passes=our_passes),
+        Contestant("dynamic", ours(cache_implementation="dynamic"), drafter=draft, passes=our_passes),
+        Contestant("static", ours(cache_implementation="static"), drafter=draft, passes=our_passes),
         Contestant(
             "static-compile",
             ours(cache_implementation="static", compile_config=CompileConfig(dynamic=False)),
-            drafts=True,
+            drafter=draft,
             passes=our_passes,
             skip=only_cuda,
             prepare=fresh_compiler,
@@ -181,7 +181,7 @@ def _public_loop(target, public, workload: Workload, only_one_row: str | None) -
     if public is None:
         missing = importlib.util.find_spec("dflash") is None
         skip = "the package dflash is not installed" if missing else "its classes do not take this drafter"
-    return Contestant("public-dflash", run, drafts=True, passes=lambda: 1 + len(rounds), skip=skip)
+    return Contestant("public-dflash", run, drafter=public, passes=lambda: 1 + len(rounds), skip=skip)
 
 
 def load_public(draft, path: str | None = None):

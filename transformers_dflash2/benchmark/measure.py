@@ -112,9 +112,8 @@ def pass_bytes(target, *, tokens: int, rows: int) -> int:
 
 def round_bytes(target, draft, *, tokens: int, rows: int) -> int:
     """Least bytes of one draft-and-verify round: both models, the head a second time, and both contexts."""
-    selector = draft.candidate_selector
     # Of the codebooks a few rows are gathered.
-    codebooks = () if selector is None else (selector.predecessor_codebook, selector.successor_codebook)
+    codebooks = tuple(value for name, value in draft.named_parameters() if "codebook" in name)
     return (
         pass_bytes(target, tokens=tokens, rows=rows)
         + _weight_bytes(draft, codebooks)
