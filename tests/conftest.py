@@ -44,7 +44,7 @@ except ImportError:
 
 if settings is not None:
     common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
-    settings.register_profile("default", max_examples=150, derandomize=True, **common)
+    settings.register_profile("default", max_examples=60, derandomize=True, **common)
     settings.register_profile("long", max_examples=2500, **common)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 

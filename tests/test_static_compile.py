@@ -15,9 +15,7 @@
 
 import copy
 import logging
-from types import SimpleNamespace
 
-import pytest
 import torch
 from generation_checks import PROMPT, d0, t0
 from test_static import static
@@ -26,36 +24,27 @@ from transformers import CompileConfig, GenerationConfig
 from transformers_dflash2.integration import _static_options
 
 
-CUDA, CPU = (SimpleNamespace(device=torch.device(kind)) for kind in ("cuda", "cpu"))
-
-
-def chosen(target, call_config=None, **options):
+def chosen(call_config=None, **options):
     """`(how the tempo runs, what is left for the host)` of one call."""
     arguments = {} if call_config is None else {"generation_config": call_config}
 
     def effective(name):
         return options.get(name, getattr(arguments.get("generation_config"), name, None))
 
-    return _static_options(target, arguments, options, effective), options, arguments
+    return _static_options(arguments, options, effective), options, arguments
 
 
-def test_default_on_cuda_only():
-    """Catches a tempo that has to be asked for, or that a CPU gets unasked."""
-    assert chosen(CUDA)[0] == {"record": True, "compile_config": None}
-    assert chosen(CPU)[0] is None
+def test_the_tempo_is_asked_for():
+    """Catches a tempo that a call gets unasked, or asked for in vain."""
+    assert chosen(cache_implementation="static")[0] == {"record": True, "compile_config": None}
+    for options in ({}, {"cache_implementation": "dynamic"}, {"disable_compile": True}):
+        assert chosen(**options)[0] is None
 
 
-@pytest.mark.parametrize("option", [{"cache_implementation": "dynamic"}, {"disable_compile": True}], ids=str)
-def test_opting_out(option):
-    """Catches a call that cannot get rid of buffers and graphs."""
-    assert chosen(CUDA, **option)[0] is None
-
-
-@pytest.mark.parametrize("target", [CUDA, CPU], ids=["cuda", "cpu"])
-def test_asking_without_recording(target):
+def test_asking_without_recording():
     """Catches a static cache that brings a compilation which the call rules out."""
     static_options, options, _ = chosen(
-        target, cache_implementation="static", disable_compile=True, compile_config=CompileConfig()
+        cache_implementation="static", disable_compile=True, compile_config=CompileConfig()
     )
     assert static_options == {"record": False, "compile_config": None}
     assert options["cache_implementation"] == "dynamic"
@@ -64,12 +53,12 @@ def test_asking_without_recording(target):
 def test_the_host_sees_neither_request():
     """Catches a static cache or a compilation by the host beside ours, and a caller's config that is changed."""
     wanted = CompileConfig()
-    static_options, options, _ = chosen(CUDA, compile_config=wanted)
+    static_options, options, _ = chosen(cache_implementation="static", compile_config=wanted)
     assert static_options["compile_config"] is wanted
-    assert options == {}
+    assert options == {"cache_implementation": "dynamic"}
     config = GenerationConfig(cache_implementation="static", compile_config=wanted)
     before = copy.deepcopy(config)
-    static_options, options, arguments = chosen(CPU, config)
+    static_options, options, arguments = chosen(config)
     assert static_options == {"record": True, "compile_config": wanted}
     assert options == {}
     assert arguments["generation_config"].cache_implementation == "dynamic"

@@ -60,7 +60,6 @@ def test_same_tokens_as_plain(rows):
         inputs = on_device({**left_pad(rows), "max_new_tokens": new_tokens, "do_sample": False})
         expected = target.generate(**inputs)
         assert torch.equal(static(target, draft, **inputs), expected)
-        # It is the default here.
         assert torch.equal(target.generate(**inputs, assistant_model=draft), expected)
     (kept,) = recorded(target, draft)
     # A graph of the round, and one that accepts.

@@ -106,7 +106,8 @@ class DraftSession:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
         """
         device, config = self.device, self.draft.config
-        anchor_ids, anchor_positions = anchor_ids.to(device), anchor_positions.to(device)
+        # Kernels read rows by a stride of one.
+        anchor_ids, anchor_positions = anchor_ids.to(device).contiguous(), anchor_positions.to(device)
         batch = anchor_ids.shape[0]
         rows, first = self.draft.block_rows(slots)
         block_ids = torch.full((batch, rows), config.mask_token_id, dtype=torch.long, device=device)
@@ -124,8 +125,8 @@ class DraftSession:
             hidden,
             anchor_ids,
             head,
-            temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch),
-            greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch),
+            temperatures=torch.as_tensor(temperature, dtype=torch.float32, device=device).expand(batch).contiguous(),
+            greedy_mask=torch.as_tensor(greedy, dtype=torch.bool, device=device).expand(batch).contiguous(),
             noise=noise,
             with_confidence=with_confidence,
         )

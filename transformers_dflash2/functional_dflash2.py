@@ -343,7 +343,8 @@ def committed_block(
     offsets = torch.arange(tokens.shape[1] + 1, device=tokens.device)
     block = torch.cat([tokens, following[:, None]], dim=1)
     block = torch.where(offsets == accepted[:, None], following[:, None], block)
-    return block.masked_fill(offsets > accepted[:, None], pad_token_id)
+    # Not `masked_fill`, which reads a value that is a tensor back to the host.
+    return torch.where(offsets > accepted[:, None], pad_token_id, block)
 
 
 def residual_distribution(probs: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,8 @@ def capture_failure(module: nn.Module, inputs: torch.Tensor, new_graph: Callable
         # What a first call sets up does not belong into a graph.
         module(inputs)
         try:
-            PieceRecorder(new_graph).record(lambda: module(inputs))
+            with _random_stream_kept():
+                PieceRecorder(new_graph).record(lambda: module(inputs))
             _capture_failures[module] = None
         except RuntimeError as error:
             _capture_failures[module] = str(error).splitlines()[0]
@@ -143,6 +144,40 @@ def capture_failure(module: nn.Module, inputs: torch.Tensor, new_graph: Callable
                 _capture_failures[module],
             )
     return _capture_failures[module]
+
+
+@contextmanager
+def _refusing_synchronisation() -> Iterator[None]:
+    """
+    Raise where work waits for the device, which is what mostly keeps it from being captured.
+
+    Better found in a rehearsal: a capture that breaks off leaves more behind than a call that does.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _random_stream_kept() -> Iterator[None]:
+    """
+    Give the device's generator its state back after a capture that broke off.
+
+    Otherwise it goes on taking itself for a part of the graph, and refuses every later draw.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(state)
+        raise
 
 
 def record_on_cuda(
@@ -164,8 +199,11 @@ def record_on_cuda(
     torch.cuda.empty_cache()
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _random_stream_kept():
         failure = None if head is None else capture_failure(head, head_inputs, torch.cuda.CUDAGraph)
+        if failure is None:
+            with _refusing_synchronisation():
+                call()
         recorder = PieceRecorder(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle())
         graph = recorder.record(call, outside=[] if failure is None else [head])
     current.wait_stream(stream)

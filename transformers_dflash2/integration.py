@@ -134,7 +134,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "use the drafter's own block."
         )
     make_verify_length = _verify_length_of(draft, effective)
-    static_options = _static_options(target, arguments, options, effective)
+    static_options = _static_options(arguments, options, effective)
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
     options.pop("tokenizer", None)
@@ -231,19 +231,16 @@ def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], ef
     return (effective("num_return_sequences") or 1) > 1
 
 
-def _static_options(target, arguments: dict[str, Any], options: dict[str, Any], effective) -> dict[str, Any] | None:
+def _static_options(arguments: dict[str, Any], options: dict[str, Any], effective) -> dict[str, Any] | None:
     """
     How the static tempo is to run, or `None` where it is not wanted.
 
-    It is wanted when asked for, and by default on a CUDA device. The prefill fills a dynamic cache either way, as the
-    static tempo has buffers of its own, so the host is shown neither the request for a static cache nor
-    `compile_config`.
+    The prefill fills a dynamic cache either way, as the static tempo has buffers of its own, so the host is shown
+    neither the request for a static cache nor `compile_config`.
     """
-    implementation = effective("cache_implementation")
-    is_asked_for = implementation in compat.STATIC_CACHE_IMPLEMENTATIONS
-    never_record = bool(effective("disable_compile"))
-    if not is_asked_for and (implementation is not None or never_record or target.device.type != "cuda"):
+    if effective("cache_implementation") not in compat.STATIC_CACHE_IMPLEMENTATIONS:
         return None
+    never_record = bool(effective("disable_compile"))
     static_options = {
         "record": not never_record,
         "compile_config": None if never_record else effective("compile_config"),
@@ -253,11 +250,10 @@ def _static_options(target, arguments: dict[str, Any], options: dict[str, Any], 
         call_config = arguments["generation_config"] = copy.deepcopy(call_config)
         call_config.compile_config = None
     options.pop("compile_config", None)
-    if is_asked_for:
-        if options.get("cache_implementation") is None and call_config is not None:
-            call_config.cache_implementation = "dynamic"
-        else:
-            options["cache_implementation"] = "dynamic"
+    if options.get("cache_implementation") is None and call_config is not None:
+        call_config.cache_implementation = "dynamic"
+    else:
+        options["cache_implementation"] = "dynamic"
     return static_options
 
 
