@@ -19,7 +19,7 @@ __all__ = ["on_files", "render"]
 PACKAGE = Path(__file__).resolve().parents[1] / "transformers_dflash2"
 # Public names outside of the top level, by module.
 FURTHER = {
-    "hub": ["remote_code_files", "write_remote_code"],
+    "hub": ["auto_map", "remote_code_files", "write_remote_code"],
     "conversion": ["convert_checkpoint", "to_public", "to_speculators"],
     "traces": ["Trace", "TracedRound"],
     "candidate_generator": ["host_assisted_loop"],

@@ -21,6 +21,10 @@ from transformers_dflash2.testing import table_drafter, table_target
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = [[3, 7, 1]]
+AUTO_MAP = {
+    "AutoConfig": "configuration_dflash2.DFlash2Config",
+    "AutoModel": "modeling_dflash2.DFlash2DraftModel",
+}
 
 # Stands in for a machine without the package, whether or not it is installed here.
 BLOCK = """
@@ -101,7 +105,7 @@ def test_without_the_package(pair):
     assert out["module"] == "transformers_modules" and out["package"] == []
     assert out["greedy"] == out["static"] == out["recipe"] == out["again"] == greedy
     assert out["sampled"] == sampled and out["rounds"] == rounds
-    for name in hub.remote_code_files():
+    for name in hub.remote_code_files(DFlash2DraftModel):
         assert (folder / "again" / name).read_text() == (folder / "draft" / name).read_text(), name
     first, second = (json.loads((folder / name / "config.json").read_text()) for name in ("draft", "again"))
     assert first == second
@@ -133,11 +137,11 @@ def test_config_stays_public(pair, tmp_path):
     draft = DFlash2DraftModel.from_pretrained(folder / "draft")
     draft.save_pretrained(tmp_path)
     with_code, without = (json.loads((path / "config.json").read_text()) for path in (folder / "draft", tmp_path))
-    assert with_code.pop("auto_map") == hub.AUTO_MAP
+    assert with_code.pop("auto_map") == AUTO_MAP
     assert with_code == without
     assert [path.name for path in tmp_path.glob("*.py")] == []
     # Saving does not change what was loaded.
-    assert draft.config.auto_map == hub.AUTO_MAP
+    assert draft.config.auto_map == AUTO_MAP
 
 
 def test_code_elsewhere_stays_named(pair, tmp_path):
@@ -166,7 +170,7 @@ def test_push_to_hub_takes_the_code(monkeypatch):
     draft = table_drafter(table_target(0))
     draft.push_to_hub("org/draft", include_code=True)
     draft.push_to_hub("org/draft")
-    assert uploaded == [{Path(name).name for name in hub.remote_code_files()}, set()]
+    assert uploaded == [{Path(name).name for name in hub.remote_code_files(DFlash2DraftModel)}, set()]
     with pytest.raises(ValueError, match=r"draft\.push_to_hub\(repo, include_code=True\)"):
         draft.save_pretrained("folder", include_code=True, push_to_hub=True)
 
@@ -179,13 +183,13 @@ class _Card:
 @pytest.fixture(scope="module")
 def flat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("flat")
-    hub.write_remote_code(folder)
+    hub.write_remote_code(folder, DFlash2DraftModel)
     return folder
 
 
 def test_loader_sees_every_file(flat):
     """Catches an import in a form that `transformers` does not recognise, whose file then stays behind."""
-    roots = {value.split(".")[0] for value in hub.AUTO_MAP.values()}
+    roots = {value.split(".")[0] for value in AUTO_MAP.values()}
     seen = {f"{root}.py" for root in roots}
     for root in roots:
         seen |= {Path(path).name for path in get_relative_import_files(flat / f"{root}.py")}
@@ -256,7 +260,7 @@ def test_copies_equal_the_package(flat):
 def test_flattening(tmp_path, monkeypatch, files, expected):
     """Catches wrong names after folders are flattened, or a module with kernels that travels."""
     _write(tmp_path, files, monkeypatch)
-    written = hub.remote_code_files()
+    written = hub.remote_code_files(DFlash2DraftModel)
     assert expected.items() <= written.items()
     assert not any(name.startswith(("fast", "kernels")) for name in written)
 
@@ -266,13 +270,16 @@ def test_kernels_outside_of_try_are_an_error(tmp_path, monkeypatch):
     files = {"a": "def f():\n    from .fast import x\n", "fast": "from .kernels import x\n"}
     _write(tmp_path, files, monkeypatch)
     with pytest.raises(ValueError, match="a, line 2: fast needs the kernels"):
-        hub.remote_code_files()
+        hub.remote_code_files(DFlash2DraftModel)
 
 
 def _write(folder: Path, files: dict[str, str], monkeypatch) -> None:
-    for name, text in {"kernels/__init__": "x = 1\n", **files}.items():
+    for name, text in {"kernels/__init__": "", "config": "", "model": "", **files}.items():
         path = folder / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     monkeypatch.setattr(hub, "_FOLDER", folder)
-    monkeypatch.setattr(hub, "_ROOTS", ("a",))
+    monkeypatch.setattr(hub, "_HOOK", "a")
+    monkeypatch.setattr(
+        hub, "auto_map", lambda model_class: {"AutoConfig": "config.Config", "AutoModel": "model.Model"}
+    )

@@ -19,8 +19,8 @@ sub-packages get flat names (`quantization/head.py` becomes `quantization_head.p
 to match. Modules that need Triton kernels stay behind: who imports one has to do it inside `try`, and in the copy that
 import asks for the installed package instead.
 
-Two files get a last paragraph. `modeling_dflash2.py` and `configuration_dflash2.py` give way to the installed package
-where there is one, and the model installs the copied hook where there is none.
+Two files get a last paragraph, those of the model and of its config: they give way to the installed package where
+there is one, and the model installs the copied hook where there is none.
 """
 
 import ast
@@ -33,47 +33,41 @@ from .hub_generate import generate
 
 
 PACKAGE_NAME = "transformers_dflash2"
-AUTO_MAP = {
-    "AutoConfig": "configuration_dflash2.DFlash2Config",
-    "AutoModel": "modeling_dflash2.DFlash2DraftModel",
-}
 # Where `generate(custom_generate="folder", trust_remote_code=True)` looks for a loop.
 CUSTOM_GENERATE = "custom_generate/generate.py"
 
 _FOLDER = Path(__file__).parent
-# The loop is imported by the model's last paragraph, which the package's own file does not have.
-_ROOTS = ("configuration_dflash2", "modeling_dflash2", "integration")
+# The hook, which the last paragraph of the model's file imports.
+_HOOK = "integration"
 _LEFT_BEHIND = "kernels"
 
 _NOTE = "# The lines below were added when this file was copied from the package transformers_dflash2."
-_LAST_PARAGRAPHS = {
-    "configuration_dflash2": """
+_CONFIG_PARAGRAPH = """
 try:
-    from transformers_dflash2 import DFlash2Config as _InstalledConfig
+    from transformers_dflash2 import {name} as _Installed{name}
 except ImportError:
     pass
 else:
 
-    class DFlash2Config(_InstalledConfig):
-        __doc__ = _InstalledConfig.__doc__
+    class {name}(_Installed{name}):
+        __doc__ = _Installed{name}.__doc__
 
         # Without a constructor of its own the host would turn this class into a dataclass.
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-""",
-    "modeling_dflash2": """
+"""
+_MODEL_PARAGRAPH = """
 try:
-    from transformers_dflash2 import DFlash2DraftModel as _InstalledModel
+    from transformers_dflash2 import {name} as _Installed{name}
 except ImportError:
     from .integration import enable as _enable
 
     _enable()
 else:
 
-    class DFlash2DraftModel(_InstalledModel):
-        __doc__ = _InstalledModel.__doc__
-""",
-}
+    class {name}(_Installed{name}):
+        __doc__ = _Installed{name}.__doc__
+"""
 
 
 class _Import(NamedTuple):
@@ -82,9 +76,28 @@ class _Import(NamedTuple):
     is_lazy: bool
 
 
-def remote_code_files() -> dict[str, str]:
+def auto_map(model_class: type) -> dict[str, str]:
+    """
+    The `auto_map` entry of a drafter's config.
+
+    Args:
+        model_class (`type`): The drafter's class.
+
+    Returns:
+        `dict[str, str]`: Place of config and model by the name of the host's auto class.
+    """
+    return {
+        name: f"{entry.__module__.rpartition('.')[2]}.{entry.__name__}"
+        for name, entry in (("AutoConfig", model_class.config_class), ("AutoModel", model_class))
+    }
+
+
+def remote_code_files(model_class: type) -> dict[str, str]:
     """
     The files that make a drafter's folder loadable with `trust_remote_code=True`.
+
+    Args:
+        model_class (`type`): The drafter's class.
 
     Returns:
         `dict[str, str]`: Text of each file by its path in the folder, `custom_generate/generate.py` among them.
@@ -92,34 +105,38 @@ def remote_code_files() -> dict[str, str]:
     Raises:
         `ValueError`: A module that travels imports one that stays behind, outside of `try`.
     """
-    files, pending = {}, list(_ROOTS)
+    paragraphs = {}
+    for paragraph, place in zip((_CONFIG_PARAGRAPH, _MODEL_PARAGRAPH), auto_map(model_class).values(), strict=True):
+        module, name = place.split(".")
+        paragraphs[module] = paragraph.format(name=name)
+    files, pending = {}, [*paragraphs, _HOOK]
     while pending:
         module = pending.pop()
         name = f"{_flat(module)}.py"
         if name in files:
             continue
         text, imported = _flattened(module)
-        paragraph = _LAST_PARAGRAPHS.get(module)
-        if paragraph is not None and _NOTE not in text:
-            text = f"{text.rstrip()}\n\n\n{_NOTE}{paragraph}"
+        if module in paragraphs and _NOTE not in text:
+            text = f"{text.rstrip()}\n\n\n{_NOTE}{paragraphs[module]}"
         files[name] = text
         pending += imported
     files[CUSTOM_GENERATE] = Path(inspect.getfile(generate)).read_text(encoding="utf-8")
     return dict(sorted(files.items()))
 
 
-def write_remote_code(folder: str | Path) -> list[Path]:
+def write_remote_code(folder: str | Path, model_class: type) -> list[Path]:
     """
     Write [`remote_code_files`] into a folder.
 
     Args:
         folder (`str` or `Path`): The folder of a saved drafter.
+        model_class (`type`): The drafter's class.
 
     Returns:
         `list[Path]`: The files that were written.
     """
     paths = []
-    for name, text in remote_code_files().items():
+    for name, text in remote_code_files(model_class).items():
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -233,4 +250,4 @@ def _place(module: str, entry: _Import, source: str, followed: list[str]) -> str
     )
 
 
-__all__ = ["AUTO_MAP", "CUSTOM_GENERATE", "remote_code_files", "write_remote_code"]
+__all__ = ["CUSTOM_GENERATE", "auto_map", "remote_code_files", "write_remote_code"]

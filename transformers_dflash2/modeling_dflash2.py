@@ -562,7 +562,7 @@ class DFlash2DraftModel(DFlash2Model):
         Raises:
             `ValueError`: `include_code` together with `push_to_hub=True`; use [`push_to_hub`].
         """
-        from .hub import AUTO_MAP, write_remote_code
+        from .hub import auto_map, write_remote_code
 
         if include_code is None:
             include_code = self._pushes_code or self._auto_class is not None
@@ -573,17 +573,17 @@ class DFlash2DraftModel(DFlash2Model):
         before = getattr(self.config, "auto_map", None)
         # An entry like `org/repo--module.Class` finds its code in another repository.
         elsewhere = {name: place for name, place in (before or {}).items() if "--" in place}
-        self._set_auto_map(AUTO_MAP if include_code else elsewhere)
+        self._set_auto_map(auto_map(type(self)) if include_code else elsewhere)
         try:
             super().save_pretrained(save_directory, *args, **kwargs)
             if include_code:
-                write_remote_code(save_directory)
+                write_remote_code(save_directory, type(self))
         finally:
             self._set_auto_map(before)
 
-    def _set_auto_map(self, auto_map: dict[str, str] | None) -> None:
-        if auto_map:
-            self.config.auto_map = dict(auto_map)
+    def _set_auto_map(self, places: dict[str, str] | None) -> None:
+        if places:
+            self.config.auto_map = dict(places)
         else:
             self.config.__dict__.pop("auto_map", None)
 
