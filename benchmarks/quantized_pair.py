@@ -3,7 +3,10 @@
     python benchmarks/quantized_pair.py --formats dense bnb-4 bnb-8 W8A8 W4A16
 
 Heads are untied and quantised with the rest. The text is compared with that of the same quantised target alone, in
-float32 as far as the format computes in it. No speed: libraries emulate some of these formats on a CPU.
+float32 as far as the format computes in it. Formats that round activations to 8 bits turn the last bit of a float into
+a step of 1/127, so that such a target disagrees with itself when it reads the same tokens in one pass instead of one
+by one; `unsteady_tokens_of_the_target_alone` counts that, without a drafter. No speed: libraries emulate some of these
+formats on a CPU.
 """
 
 import argparse
@@ -44,11 +47,13 @@ def load(folder, name, work):
 
 
 def measure(target, draft, tokenizer, args):
-    same = new_tokens = rounds = accepted = 0
+    same = new_tokens = rounds = accepted = unsteady = 0
     for prompt in PROMPTS[: args.prompts]:
         inputs = encode(tokenizer, [prompt])
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
-        plain = target.generate(**inputs, **options)
+        steps = target.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
+        plain = steps.sequences
+        unsteady += unsteady_tokens(target, plain, torch.cat(steps.logits))
         drafted = target.generate(**inputs, **options, assistant_model=draft)
         same += torch.equal(plain, drafted)
         stats = draft.last_stats
@@ -59,7 +64,15 @@ def measure(target, draft, tokenizer, args):
         "prompts": args.prompts,
         "new_tokens": new_tokens,
         "mean_accepted_length": round(1 + accepted / rounds, 3),
+        "unsteady_tokens_of_the_target_alone": unsteady,
     }
+
+
+@torch.no_grad()
+def unsteady_tokens(target, sequence, steps):
+    """How many greedy tokens come out otherwise when the target, alone, reads its own text in one pass."""
+    one_pass = target(sequence).logits[0, -len(steps) - 1 : -1]
+    return int((one_pass.argmax(-1) != steps.argmax(-1)).sum())
 
 
 def main():
