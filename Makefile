@@ -18,7 +18,7 @@ demo: $(VENV)/.demo
 	$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.test
-	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not slow" --durations=15 $(ARGS)
 
 test-all: $(VENV)/.test
 	$(PY) -m pytest -n $(JOBS) --dist worksteal $(ARGS)

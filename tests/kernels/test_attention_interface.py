@@ -13,6 +13,7 @@
 # limitations under the License.
 """`"block_attention"` as an attention function of the host: models give the logits of eager attention, row by row."""
 
+import sys
 import threading
 
 import pytest
@@ -366,13 +367,16 @@ def test_unsupported_models(model, monkeypatch):
     assert unsupported_model_reason(model) is None
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "_supports_attention_backend", False)
+        # The interface is a name in the file of the layers.
+        assert unsupported_model_reason(model) is None
+        patch.delattr(sys.modules[type(model).__module__], "ALL_ATTENTION_FUNCTIONS")
         assert "does not take an attention function" in unsupported_model_reason(model)
     with monkeypatch.context() as patch:
         patch.setattr(type(model), "_supports_flash_attn", False)
         assert "does not pass them" in unsupported_model_reason(model)
     with monkeypatch.context() as patch:
-        patch.setattr(model.config, "layer_types", ["linear_attention", "full_attention"])
-        assert "linear_attention" in unsupported_model_reason(model)
+        patch.setattr(model.config, "layer_types", ["hybrid", "full_attention"])
+        assert "hybrid" in unsupported_model_reason(model)
     model.config.is_causal = False
     assert "is not causal" in unsupported_model_reason(model)
 

@@ -94,7 +94,7 @@ class _PhaseProbe(StaticDecoding):
         logits = self.adapter.logits(hidden[:, 1:], self.session.target_dtype)
         top_k = draft.config.selector_top_k
         unary, ids = top_candidates(logits, top_k=top_k)
-        arguments = (unary, ids, round_.anchors, round_.draft_uniforms, round_.temperatures, round_.greedy_mask)
+        arguments = (unary, ids, round_.anchors, round_.draft_noise, round_.temperatures, round_.greedy_mask)
         parts["draft: top-k"] = lambda: select_top_k(logits, top_k)
         parts["draft: selector"] = lambda: selector.walk(hidden[:, 1:], *arguments)
         return parts

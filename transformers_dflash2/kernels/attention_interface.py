@@ -150,11 +150,6 @@ def block_attention_forward(
     Returns:
         The output of shape `(batch, block, q_heads, head_dim)`, and `None` for the weights.
     """
-    if kwargs.get("position_bias") is not None:
-        raise ValueError(
-            f"{type(module).__name__} adds a position_bias to its scores, which attn_implementation="
-            f"{ATTENTION_NAME!r} does not take; load the model with another one."
-        )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     lengths, starts = current_block_lengths()
