@@ -14,17 +14,21 @@
 """What every family of targets has to do: forget rejected tokens wherever they stand, row by row."""
 
 import functools
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from families import FAMILIES, support_table
 from generation_checks import cache_kwargs
+from transformers import DynamicCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from transformers_dflash2 import compat
 from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.generation import SpeculativeDecoding
 from transformers_dflash2.modeling_dflash2 import DFlash2Proposal
+from transformers_dflash2.rollback import watch_recurrences
 from transformers_dflash2.static_round import StaticRound
 from transformers_dflash2.testing import random_drafter, returned_cache
 
@@ -278,3 +282,83 @@ def test_pictures_and_multi_axis_positions(tempo, monkeypatch):
     assert torch.equal(output, plain)
     assert len(seen) == 1
     assert drafter.last_stats.mean_accepted_length > 2
+
+
+class Cancelled(Exception):
+    pass
+
+
+class CancellingStreamer:
+    """Takes the prompt and `tokens` tokens, then raises."""
+
+    def __init__(self, tokens):
+        self.left = tokens + 1
+
+    def put(self, value):
+        self.left -= 1
+        if self.left < 0:
+            raise Cancelled
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 9])
+@pytest.mark.parametrize("family", ["Qwen3.5", "Falcon-H1", "MiniMax"])
+def test_a_cancelled_call_leaves_states_that_can_be_continued(family, tokens, monkeypatch):
+    """Catches states that hold tokens of the block in which the caller gave up."""
+    target = build(family)
+    drafter = random_drafter(target, block_size=BLOCK)
+    plain, script = plain_and_script(target, *ONE)
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    cache = DynamicCache(config=target.config) if family != "MiniMax" else MiniMaxCache()
+    kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **cache_kwargs(cache)}
+    with pytest.raises(Cancelled):
+        target.generate(ONE[0], assistant_model=drafter, streamer=CancellingStreamer(tokens), **kwargs)
+    monkeypatch.undo()
+
+    # The token on which the streamer raised has been chosen, and has not been through the target.
+    said = ONE[0].shape[1] + tokens + 1
+    assert cache.get_seq_length() <= said - 1
+    continued = target.generate(plain[:, :said], **{**kwargs, "max_new_tokens": NEW_TOKENS - tokens - 1})
+    assert torch.equal(continued, plain)
+
+
+@every_kind
+def test_a_second_turn_continues_from_the_returned_cache(family, monkeypatch):
+    """Catches states in a returned cache that are a token ahead of its keys, or behind."""
+    target = build(family)
+    drafter = random_drafter(target, block_size=BLOCK)
+    _, script = plain_and_script(target, *PADDED)
+    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
+    more = torch.tensor([[9, 2], [8, 8], [3, 1]])
+
+    def two_turns(**assistant):
+        first = target.generate(PADDED[0], attention_mask=PADDED[1], **options, **assistant)
+        text = torch.cat([first.sequences, more], dim=1)
+        mask = torch.cat([PADDED[1], torch.ones(3, 14, dtype=torch.long)], dim=1)
+        cache = cache_kwargs(returned_cache(first))
+        return target.generate(text, attention_mask=mask, max_new_tokens=12, do_sample=False, **cache)
+
+    assert torch.equal(two_turns(assistant_model=drafter), two_turns())
+
+
+def test_the_hosts_functions_are_put_back():
+    """Catches a watched function that stays behind, after a call or after one that was broken off."""
+    target = build("Qwen3.5")
+    module = sys.modules[type(target).__module__]
+    before = module.torch_chunk_gated_delta_rule
+    drafter = random_drafter(target, block_size=BLOCK)
+    kwargs = {"max_new_tokens": 9, "do_sample": False, "assistant_model": drafter}
+    target.generate(ONE[0], **kwargs)
+    assert module.torch_chunk_gated_delta_rule is before
+    with pytest.raises(Cancelled):
+        target.generate(ONE[0], streamer=CancellingStreamer(3), **kwargs)
+    assert module.torch_chunk_gated_delta_rule is before
+    watched = []
+    with pytest.raises(Cancelled), watch_recurrences(frozenset({module.__name__})):
+        watched.append(module.torch_chunk_gated_delta_rule)
+        raise Cancelled
+    assert watched[0] is not before
+    assert module.torch_chunk_gated_delta_rule is before
