@@ -24,7 +24,7 @@ from generation_checks import cache_kwargs
 from transformers import DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from transformers_dflash2 import compat
+from transformers_dflash2 import compat, static_decoding
 from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.generation import SpeculativeDecoding
 from transformers_dflash2.modeling_dflash2 import DFlash2Proposal
@@ -162,6 +162,24 @@ def test_static_tempo(family, monkeypatch):
             compat.cache_states(returned_cache(output)), compat.cache_states(returned_cache(dynamic)), strict=True
         ):
             assert_near(ours, theirs, STATIC_CACHE_TOLERANCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}, {"num_assistant_tokens": 1}], ids=str)
+def test_one_row_that_stays_dynamic(options, caplog):
+    """Catches a round without buffers that decides as if it had them, and a reason that is given with every call."""
+    target = build("MiniMax")
+    drafter = random_drafter(target, block_size=BLOCK)
+    static_decoding._warn_once.cache_clear()
+    plain = target.generate(ONE[0], max_new_tokens=12, do_sample=False)
+    for _ in range(2):
+        output = target.generate(
+            ONE[0],
+            **{"max_new_tokens": 12, "do_sample": False, **options},
+            assistant_model=drafter,
+            cache_implementation="static",
+        )
+        assert torch.equal(output, plain)
+    assert ["second pass" in record.getMessage() for record in caplog.records].count(True) == 1
 
 
 @every_kind

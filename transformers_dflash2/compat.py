@@ -211,19 +211,24 @@ def set_layer_content(layer, keys: torch.Tensor, values: torch.Tensor, length: i
         layer.cumulative_length = length
 
 
+# Modules whose forward hooks a replay may leave out.
+_PASSIVE_HOOKS = ("transformers.utils.output_capturing", "transformers_dflash2.target")
+
+
 def has_active_hooks(module: torch.nn.Module) -> bool:
     """
     Whether something runs around a module's forward that a replayed graph would skip.
 
-    Two kinds of hook do not count. Those with which the host records hidden states stay on a model once they were
+    Three kinds of hook do not count. Those with which the host records hidden states stay on a model once they were
     used, and do nothing in a call that does not ask for hidden states. The one with which compressed-tensors unpacks a
-    model's weights is gone after the prefill.
+    model's weights is gone after the prefill. Taps of this library that belong to a call of another thread listen to
+    that thread only.
     """
     if hasattr(module, "_hf_hook"):
         return True
     if any(getattr(hook, "__name__", "") != "ct_decompress_hook" for hook in module._forward_pre_hooks.values()):
         return True
-    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in module._forward_hooks.values())
+    return any(hook.__module__ not in _PASSIVE_HOOKS for hook in module._forward_hooks.values())
 
 
 def must_synchronise_ranks(target) -> bool:

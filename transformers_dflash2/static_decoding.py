@@ -30,6 +30,7 @@ streaming are the loop's own in any case.
 
 import logging
 import math
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,10 +98,9 @@ class StaticDecoding(SpeculativeDecoding):
         if all(self.finished):
             return
         if isinstance(self.rollback, SecondPass):
-            logger.warning(
-                "The static tempo is not used: %s writes its recurrence out inside a layer, and its state goes back "
-                "by a second pass. The output is the same.",
-                type(self.target).__name__,
+            self._stay_dynamic(
+                f"{type(self.target).__name__} writes its recurrence out inside a layer, and its state goes back by a "
+                "second pass"
             )
             return
         features, positions, counts = self._pending
@@ -139,8 +139,7 @@ class StaticDecoding(SpeculativeDecoding):
                 ),
             )
         except torch.cuda.OutOfMemoryError:
-            logger.warning("The buffers of the static tempo (%d columns) do not fit; the tempo is dynamic.", capacity)
-            self._accept_key = None
+            self._stay_dynamic(f"its buffers of {capacity} columns do not fit")
             return
         self._pending = None
         self.static_round = round_
@@ -160,6 +159,10 @@ class StaticDecoding(SpeculativeDecoding):
         self.session.target_dtype = round_.feature_dtype
         self._kept = [0] * self.batch_size
         self._verify_kwargs = self._static_kwargs()
+
+    def _stay_dynamic(self, reason: str) -> None:
+        self._accept_key = None
+        _warn_once(f"The static tempo is not used: {reason}. The output is the same.")
 
     def _static_kwargs(self) -> dict[str, Any]:
         kwargs = {
@@ -311,6 +314,11 @@ class StaticDecoding(SpeculativeDecoding):
                 selection = source[:, None, first:, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
                 taken.append(buffer.gather(2, selection).masked_fill(outside[:, None, first:, None], 0))
             compat.set_layer_content(layer, *taken, width)
+
+
+@lru_cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def _compile_options(compile_config, device: torch.device) -> dict[str, Any] | None:
