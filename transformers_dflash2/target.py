@@ -20,7 +20,7 @@ the rows are read from its weight, because drafters are trained on the raw ones.
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -143,20 +143,22 @@ class TargetAdapter:
 
     @contextmanager
     def tap(self) -> Iterator[FeatureTap]:
-        """Hook the tapped layers while the context is open; the tap records what it is told to [`listen`] to."""
+        """
+        Hook the tapped layers while the context is open; the tap records what it is told to [`listen`] to.
+
+        A target that the caller has compiled runs as written meanwhile: code that was compiled before knows no taps.
+        """
         tap = FeatureTap(len(self._tapped))
-        handles = []
-        try:
+        with ExitStack() as stack:
+            if _is_compiled(self.target):
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
             for index, layer in enumerate(self._tapped):
 
                 def hook(module, args, output, index=index):
                     tap.record(index, output)
 
-                handles.append(layer.register_forward_hook(hook))
+                stack.callback(layer.register_forward_hook(hook).remove)
             yield tap
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """
@@ -220,6 +222,12 @@ class TargetHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._adapter.logits(hidden, self._dtype)
+
+
+def _is_compiled(target) -> bool:
+    if hasattr(target.forward, "_torchdynamo_orig_callable"):
+        return True
+    return any(module._compiled_call_impl is not None for module in target.modules())
 
 
 def _find_layers(target, text_config) -> nn.ModuleList:
