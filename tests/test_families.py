@@ -74,6 +74,10 @@ class ScriptedProposals:
         self.wrong_offsets = set()
         self.rounds = 0
 
+    def replace_drafting(self, monkeypatch):
+        """Propose instead of whatever drafter a call is given."""
+        monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: self(session, *args, **kwargs))
+
     def __call__(self, session, anchor_ids, anchor_positions, *, slots, **kwargs):
         tokens = torch.zeros(len(anchor_ids), slots, dtype=torch.long)
         # The static tempo may have more rows than the batch.
@@ -111,7 +115,7 @@ def test_rejections_at_every_offset(family, request_, monkeypatch):
     drafter = random_drafter(target, block_size=BLOCK)
     plain, script = plain_and_script(target, *request_)
     assert plain.unique().numel() > 10, "a text that repeats itself would hide a stale state"
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
 
     output = target.generate(
         request_[0],
@@ -133,7 +137,7 @@ def test_static_tempo(family, monkeypatch):
     reason = FAMILIES[family].dynamic_only
     drafter = random_drafter(target, block_size=BLOCK)
     plain, script = plain_and_script(target, *PADDED)
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
     rounds = []
     accept = StaticRound.commit
     monkeypatch.setattr(StaticRound, "commit", lambda *args: rounds.append(accept(*args)))
@@ -220,7 +224,7 @@ def test_cache_after_each_round_equals_a_fresh_one(family, monkeypatch):
     drafter = random_drafter(target, block_size=BLOCK)
     prompt, mask = PADDED
     _, script = plain_and_script(target, prompt, mask)
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
     commit = SpeculativeDecoding._commit
     checked = []
 
@@ -290,7 +294,7 @@ def test_pictures_and_multi_axis_positions(tempo, monkeypatch):
     blind = target.generate(**{**inputs, "pixel_values": torch.zeros(48, channels)})
     assert not torch.equal(plain, blind), "the pictures must matter"
     script = ScriptedProposals(plain[:, width:], inputs["attention_mask"].sum(dim=1), 64)
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
     drafter = random_drafter(target, block_size=BLOCK)
     seen = []
     target.model.visual.register_forward_pre_hook(lambda *args: seen.append(1))
@@ -328,7 +332,7 @@ def test_a_cancelled_call_leaves_states_that_can_be_continued(family, tokens, mo
     target = build(family)
     drafter = random_drafter(target, block_size=BLOCK)
     plain, script = plain_and_script(target, *ONE)
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
     cache = DynamicCache(config=target.config) if family != "MiniMax" else MiniMaxCache()
     kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **cache_kwargs(cache)}
     with pytest.raises(Cancelled):
@@ -348,7 +352,7 @@ def test_a_second_turn_continues_from_the_returned_cache(family, monkeypatch):
     target = build(family)
     drafter = random_drafter(target, block_size=BLOCK)
     _, script = plain_and_script(target, *PADDED)
-    monkeypatch.setattr(DraftSession, "propose", lambda session, *args, **kwargs: script(session, *args, **kwargs))
+    script.replace_drafting(monkeypatch)
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
     more = torch.tensor([[9, 2], [8, 8], [3, 1]])
 

@@ -181,15 +181,14 @@ class StateReplay:
     Holds the recurrent layers of a cache during a block and moves them to what was kept of it.
 
     Args:
-        target ([`~transformers.PreTrainedModel`]): The target model.
-        cache ([`~transformers.Cache`]): Its cache, filled by the prefill.
+        layers (`list`): The recurrent layers of a cache that the prefill has filled.
+        modules (`frozenset[str]`): What [`host_modules`] says of the target.
     """
 
     needs_even_rows = False
 
-    def __init__(self, target, cache):
-        self.layers = compat.recurrent_layers(cache)
-        self._modules = host_modules(target)
+    def __init__(self, layers: list, modules: frozenset[str]):
+        self.layers, self._modules = layers, modules
         self._held: list[_Held] = []
         # Tokens of the block that is held; 0 when none is.
         self.block = 0
@@ -223,7 +222,8 @@ class StateReplay:
             if counts is None or counts.device != layer.device:
                 counts = torch.tensor(kept, device=layer.device)
             if held.before is not None:
-                self._restore(layer, held, counts == 0)
+                for state, before in zip(compat.layer_states(layer), held.before, strict=True):
+                    _copy_rows(state, before, counts == 0)
             for index, inputs in held.conv_inputs.items():
                 state = layer.conv_states[index]
                 state.copy_(window_after(inputs, counts, state.shape[-1]))
@@ -232,15 +232,14 @@ class StateReplay:
                 inputs = held.recurrences.get(index)
                 if inputs is None or min(kept) == block:
                     # A block of one token, or one that every row kept whole.
-                    kept_rows = (counts > 0).view(-1, *[1] * (state.dim() - 1))
-                    state.copy_(torch.where(kept_rows, final.to(state.dtype), state))
+                    _copy_rows(state, final, counts > 0)
                 else:
                     state.copy_(replay_recurrence(state, inputs, counts))
 
-    @staticmethod
-    def _restore(layer, held: _Held, rows: torch.Tensor) -> None:
-        for state, before in zip(compat.layer_states(layer), held.before, strict=True):
-            state.copy_(torch.where(rows.view(-1, *[1] * (state.dim() - 1)), before, state))
+
+def _copy_rows(state: torch.Tensor, source: torch.Tensor, rows: torch.Tensor) -> None:
+    """Overwrite the rows that `rows`, `(batch,)`, names."""
+    state.copy_(torch.where(rows.view(-1, *[1] * (state.dim() - 1)), source.to(state.dtype), state))
 
 
 @contextmanager
@@ -312,15 +311,16 @@ def make_rollback(target, cache) -> StateReplay | SecondPass | None:
         target ([`~transformers.PreTrainedModel`]): The target model.
         cache ([`~transformers.Cache`]): Its cache after the prefill.
     """
-    if not compat.cache_states(cache):
+    states = compat.cache_states(cache)
+    if not states:
         return None
     layers = compat.recurrent_layers(cache)
-    states = sum(len(compat.layer_states(layer)) for layer in layers)
-    if states < len(compat.cache_states(cache)):
+    if sum(len(compat.layer_states(layer)) for layer in layers) < len(states):
         return SecondPass(cache)
+    modules = host_modules(target)
     convolutions_only = not any(state is not None for layer in layers for state in layer.recurrent_states.values())
-    if convolutions_only or any(hasattr(sys.modules[m], name) for m in host_modules(target) for name in _RECURRENCES):
-        return StateReplay(target, cache)
+    if convolutions_only or any(hasattr(sys.modules[module], name) for module in modules for name in _RECURRENCES):
+        return StateReplay(layers, modules)
     return SecondPass(cache)
 
 
