@@ -111,9 +111,9 @@ def test_replays_share_no_noise_and_follow_the_seed(monkeypatch):
     drawn = []
     original = StaticRound.draw_noise
 
-    def draw_noise(self):
-        original(self)
-        drawn.append(self._noise.clone())
+    def draw_noise(self, draft):
+        original(self, draft)
+        drawn.append(torch.cat([self.draft_noise.flatten(), self._accept_noise]))
 
     monkeypatch.setattr(StaticRound, "draw_noise", draw_noise)
     inputs = on_device({**left_pad(BATCHES["padded"]), "max_new_tokens": 20, "do_sample": True, "temperature": 3.0})

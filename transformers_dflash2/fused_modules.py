@@ -18,9 +18,11 @@ than its arithmetic. While the context is open
 
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
 * query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
-* `silu(gate) * up` runs as one kernel.
+* `silu(gate) * up` runs as one kernel;
+* at up to 16 rows, plain linear layers of one input run as one product that streams all of their weights, and what
+  follows them at once (`silu(gate) * up`, the residual addition) is done in it.
 
-Projections are only ever called, so quantised and wrapped ones keep their own forward. A module is replaced where its
+Quantised and wrapped projections are only ever called, and keep their own forward. A module is replaced where its
 class computes what the stand-in computes, which the bytecode of its `forward` tells (and that of the functions it
 calls); what the tensors of a call do not allow is left to the class. Kernels round less often than the host's modules,
 so half types agree within rounding.
@@ -149,16 +151,57 @@ def _fused_norm(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
     return rms_norm_triton(hidden_states, module.weight, **options)[0]
 
 
-def _fused_mlp(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    gate, up = module.gate_proj(x), module.up_proj(x)
-    if ineligible_reason("silu_mul", gate, up) is not None:
-        return module.down_proj(module.act_fn(gate) * up)
-    from .kernels import silu_mul_triton
+def _weight_of(linear: nn.Module) -> torch.Tensor | None:
+    """The weight of a layer that does nothing but multiply with it; `None` for any other module."""
+    is_plain = (
+        type(linear) is nn.Linear
+        and linear.bias is None
+        and type(linear.weight) is nn.Parameter
+        and _is_untouched(linear)
+        and not compat.has_active_hooks(linear)
+    )
+    return linear.weight if is_plain else None
 
-    return module.down_proj(silu_mul_triton(gate, up))
+
+def _product(
+    x: torch.Tensor, *linears: nn.Module, is_gated: bool = False, residual: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """What `skinny_linear` makes of linear layers of one input; `None` where the kernel cannot take them."""
+    weights = [_weight_of(linear) for linear in linears]
+    if any(weight is None for weight in weights):
+        return None
+    if residual is not None:
+        residual = residual.flatten(0, -2)
+    rows, options = x.flatten(0, -2), {"is_gated": is_gated, "residual": residual}
+    if ineligible_reason("skinny_linear", rows, *weights, **options) is not None:
+        return None
+    from .kernels import skinny_linear_triton
+
+    return skinny_linear_triton(rows, *weights, **options).view(*x.shape[:-1], -1)
 
 
-def _fused_layer(module: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+def _linear(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """A linear layer, and a residual addition after it."""
+    product = _product(x, linear, residual=residual)
+    if product is None:
+        product = linear(x) if residual is None else residual + linear(x)
+    return product
+
+
+def _fused_mlp(module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    activated = _product(x, module.gate_proj, module.up_proj, is_gated=True)
+    if activated is None:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        if ineligible_reason("silu_mul", gate, up) is None:
+            from .kernels import silu_mul_triton
+
+            activated = silu_mul_triton(gate, up)
+        else:
+            activated = module.act_fn(gate) * up
+    return _linear(module.down_proj, activated, residual)
+
+
+def _fused_layer(module: nn.Module, has_gated_silu: bool, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
     residual, norm = hidden_states, module.post_attention_layernorm
     hidden_states, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
     options = {"eps": norm.variance_epsilon, "residual": residual}
@@ -169,6 +212,8 @@ def _fused_layer(module: nn.Module, hidden_states: torch.Tensor, **kwargs) -> to
     else:
         residual = residual + hidden_states
         hidden_states = norm(residual)
+    if has_gated_silu:
+        return _fused_mlp(module.mlp, hidden_states, residual)
     return residual + module.mlp(hidden_states)
 
 
@@ -185,7 +230,10 @@ def _rotated_heads(
     if cos.shape[-1] != head_dim or cos.dim() != 3:
         return None
     batch, block = hidden_states.shape[:2]
-    joined = torch.cat([module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)], -1)
+    projections = [module.q_proj, module.k_proj, module.v_proj]
+    joined = _product(hidden_states, *projections)
+    if joined is None:
+        joined = torch.cat([projection(hidden_states) for projection in projections], dim=-1)
     rows = joined.view(batch * block, -1)
     kv_heads = module.config.num_key_value_heads
     heads = rows.shape[-1] // head_dim - 2 * kv_heads
@@ -236,7 +284,7 @@ def _fused_attention(
         **window,
         **kwargs,
     )
-    return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+    return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
 
 
 def _fused_draft_attention(
@@ -256,7 +304,7 @@ def _fused_draft_attention(
     queries, keys, values = states
     keys, values = context.with_block(module.layer_idx, keys, values)
     output = context.attend(module, queries, keys, values)
-    return module.o_proj(output.reshape(*hidden_states.shape[:-1], -1))
+    return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
 
 
 def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] | None:
@@ -266,7 +314,7 @@ def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] 
     if _is_gated_silu(module):
         return "mlp", partial(_fused_mlp, module)
     if _is_llama_layer(module):
-        return "layer", partial(_fused_layer, module)
+        return "layer", partial(_fused_layer, module, _is_gated_silu(module.mlp))
     if isinstance(module, DFlash2Attention) and _is_untouched(module):
         return "attention", partial(_fused_draft_attention, module, tables)
     window = _window_of(module)

@@ -35,18 +35,34 @@ from .modeling_dflash2 import DFlash2DraftModel
 from .rollback import take_recurrence_inputs
 
 
-def write_columns(buffer: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, states: torch.Tensor) -> None:
+def write_columns(
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    columns: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
     """
-    Write states into a buffer, each row's at columns of its own.
+    Write keys and values of a block into buffers, each row's at columns of its own.
 
     Args:
-        buffer (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Written in place.
-        rows (`torch.LongTensor` of shape `(batch, 1)`): The rows that are written.
+        key_buffer (`torch.Tensor` of shape `(rows, kv_heads, capacity, head_dim)`): Its first rows are written.
+        value_buffer (`torch.Tensor` of the same shape): Likewise.
         columns (`torch.LongTensor` of shape `(batch, entries)`): Where each entry goes.
-        states (`torch.Tensor` of shape `(batch, kv_heads, entries, head_dim)`): What is written.
+        keys (`torch.Tensor` of shape `(batch, kv_heads, entries, head_dim)`): What is written.
+        values (`torch.Tensor` of the same shape): Likewise.
     """
-    # An indexed write, as in the host's own static layers: a compiler makes it in place.
-    buffer[rows, :, columns] = states.transpose(1, 2)
+    rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
+    for buffer, states in ((key_buffer, keys), (value_buffer, values)):
+        # An indexed write, as in the host's own static layers: a compiler makes it in place.
+        buffer[rows, :, columns] = states.transpose(1, 2)
+
+
+def _write(*arguments: torch.Tensor) -> None:
+    if torch.compiler.is_compiling():
+        write_columns(*arguments)
+    else:
+        dispatch("write_columns", write_columns, *arguments)
 
 
 class StaticTargetLayer(CacheLayerMixin):
@@ -65,7 +81,6 @@ class StaticTargetLayer(CacheLayerMixin):
     def __init__(self, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor):
         super().__init__()
         self.columns = columns
-        self.rows = torch.arange(keys.shape[0], device=keys.device)[:, None]
         self.keys, self.values = keys, values
         self.is_initialized = True
         self.device, self.dtype = keys.device, keys.dtype
@@ -75,8 +90,7 @@ class StaticTargetLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write a block of shape `(rows, kv_heads, block, head_dim)`; returns the whole buffers."""
-        write_columns(self.keys, self.rows, self.columns, key_states)
-        write_columns(self.values, self.rows, self.columns, value_states)
+        _write(self.keys, self.values, self.columns, key_states, value_states)
         return self.keys, self.values
 
     def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
@@ -247,7 +261,6 @@ class StaticContext:
         self.keys = [torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)]
         self.values = [torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=draft.device)
-        self._rows = torch.arange(rows, device=draft.device)[:, None]
         self._columns: torch.Tensor | None = None
 
     def begin_append(self, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -265,18 +278,13 @@ class StaticContext:
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """As [`DFlash2ContextCache.append`]."""
-        self._write(layer_idx, self._columns, keys, values)
+        _write(self.keys[layer_idx], self.values[layer_idx], self._columns, keys, values)
 
     def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor):
         """Write the block behind each row's context; returns the whole buffers."""
         columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
-        self._write(layer_idx, columns, keys, values)
+        _write(self.keys[layer_idx], self.values[layer_idx], columns, keys, values)
         return self.keys[layer_idx], self.values[layer_idx]
-
-    def _write(self, layer_idx: int, columns: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        rows = self._rows[: keys.shape[0]]
-        write_columns(self.keys[layer_idx], rows, columns, keys)
-        write_columns(self.values[layer_idx], rows, columns, values)
 
     def block_mask(self, *args, **kwargs) -> None:
         """None: [`attend`] masks by length."""

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .rms_norm import rms_norm_triton
     from .selector_walk import selector_walk_triton
     from .silu_mul import silu_mul_triton
+    from .skinny_linear import skinny_linear_triton
+    from .write_columns import write_columns_triton
 
 
 __all__ = [
@@ -47,6 +49,8 @@ __all__ = [
     "rms_norm_triton",
     "selector_walk_triton",
     "silu_mul_triton",
+    "skinny_linear_triton",
+    "write_columns_triton",
 ]
 
 

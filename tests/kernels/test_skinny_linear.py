@@ -1,0 +1,113 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The skinny matrix product against the reference and float64."""
+
+import pytest
+import torch
+
+
+pytest.importorskip("triton")
+
+from kernel_checks import BF16, FP16, assert_as_exact_as  # noqa: E402
+
+from transformers_dflash2.kernels.skinny_linear import (  # noqa: E402
+    skinny_linear_ineligible_reason,
+    skinny_linear_reference,
+    skinny_linear_triton,
+)
+
+
+HALF_TYPES = [FP16, BF16]
+
+
+def operands(device, dtype, rows, in_features, *out_features):
+    x = torch.randn(rows, in_features)
+    weights = [torch.randn(features, in_features) * in_features**-0.5 for features in out_features]
+    return [tensor.to(device, dtype) for tensor in (x, *weights)]
+
+
+def exact(x, *weights, **options):
+    options = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    return skinny_linear_reference(x.double(), *(weight.double() for weight in weights), **options)
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("in_features", [128, 200, 384], ids=str)
+@pytest.mark.parametrize("out_features", [(32,), (64, 32), (64, 32, 96)], ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_equals_the_reference(device, dtype, rows, in_features, out_features):
+    """Catches a program that takes the wrong weight, inputs past the end, and rows that are not there."""
+    tensors = operands(device, dtype, rows, in_features, *out_features)
+    assert_as_exact_as(skinny_linear_triton(*tensors), skinny_linear_reference(*tensors), exact(*tensors))
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("in_features", [128, 200], ids=str)
+def test_gated(device, dtype, in_features):
+    """Catches gate and up that are swapped, and an activation of the wrong one."""
+    tensors = operands(device, dtype, 7, in_features, 96, 96)
+    tensors[0] *= 3
+    options = {"is_gated": True}
+    assert_as_exact_as(
+        skinny_linear_triton(*tensors, **options),
+        skinny_linear_reference(*tensors, **options),
+        exact(*tensors, **options),
+    )
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+def test_residual_and_strides(device, dtype):
+    """Catches a residual that is added twice or read at the rows of another tensor, and a buffer that is ignored."""
+    x, weight = operands(device, dtype, 5, 256, 64)
+    padded = torch.randn(5, 512, device=device).to(dtype)
+    x, residual = padded[:, 3:259], torch.randn(5, 128, device=device).to(dtype)[:, 32:96]
+    actual = skinny_linear_triton(x, weight, residual=residual)
+    assert_as_exact_as(
+        actual, skinny_linear_reference(x, weight, residual=residual), exact(x, weight, residual=residual)
+    )
+    buffer = residual.contiguous()
+    assert skinny_linear_triton(x, weight, residual=buffer, out=buffer) is buffer
+    assert torch.equal(buffer, actual)
+
+
+def test_rows_do_not_meet(device):
+    """Catches rows that leak into each other: a NaN stays in its row."""
+    x, weight = operands(device, torch.float16, 4, 128, 32)
+    x[2, 5] = float("nan")
+    actual = skinny_linear_triton(x, weight)
+    assert actual.isnan().any(dim=1).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        pytest.param(lambda t: ({"x": t["x"].float()}), "x is float32", id="dtype"),
+        pytest.param(lambda t: ({"x": t["x"].repeat(5, 1)}), "x has 20 rows", id="rows"),
+        pytest.param(lambda t: ({"weights": [t["weights"][0][:40]]}), "which 32 does not divide", id="features"),
+        pytest.param(lambda t: ({"weights": [t["weights"][0][:, :64]]}), "should be", id="inputs"),
+        pytest.param(lambda t: ({"weights": t["weights"] * 4}), "there are 4 weights", id="weights"),
+        pytest.param(lambda t: ({"is_gated": True}), "a gated product takes two weights", id="gated"),
+        pytest.param(lambda t: ({"residual": t["x"]}), "residual has shape", id="residual"),
+    ],
+)
+def test_reasons(device, edit, reason):
+    """Catches arguments that a launch would misread, and an error that does not say which one."""
+    x, weight = operands(device, torch.float16, 4, 128, 64)
+    arguments = {"x": x, "weights": [weight]}
+    assert skinny_linear_ineligible_reason(x, weight) is None
+    arguments |= edit(arguments)
+    tensors = arguments.pop("x"), *arguments.pop("weights")
+    assert reason in skinny_linear_ineligible_reason(*tensors, **arguments)
+    with pytest.raises(ValueError, match="skinny_linear_triton: "):
+        skinny_linear_triton(*tensors, **arguments)

@@ -1,0 +1,224 @@
+# Copyright 2026 The transformers_dflash2 authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Products of a few rows with the weights of linear layers, at the rate of memory.
+
+    plain       out = [x W_0^T, x W_1^T, ...]              weights side by side, e.g. queries, keys and values
+    gated       out = round(silu(x W_0^T) * x W_1^T)       the first half of a gated feed-forward
+    residual    out = round(x W_0^T + residual)
+
+A block of a few tokens reads every weight once and does next to no arithmetic with it, and general matrix products are
+tuned for more rows: theirs split the inner dimension of narrow layers over a second kernel, and cost a launch each.
+Here one launch takes up to three weights of one input. A program owns a few output features and streams their weights
+through shared memory; nothing is added up across programs, so results do not depend on the order in which they run.
+
+Sums are in fp32. A product is rounded to the dtype of `x` before anything is done to it, as the host's modules round.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .dispatch import device_reason, is_interpreting, next_power_of_2, out_reason, tensor_reason
+
+
+__all__ = ["MAX_ROWS", "skinny_linear_ineligible_reason", "skinny_linear_reference", "skinny_linear_triton"]
+
+# Rows of the smallest tile of the matrix units. With more rows, general products are as good.
+MAX_ROWS = 16
+_DTYPES = (torch.float16, torch.bfloat16)
+# Output features of a program, inputs per step, steps in flight, warps.
+_LAUNCH = (32, 128, 5, 4)
+_GATED_LAUNCH = (32, 128, 4, 4)
+
+
+@triton.jit
+def _skinny_linear_kernel(
+    x_ptr,
+    weight_0_ptr,
+    weight_1_ptr,
+    weight_2_ptr,
+    residual_ptr,
+    out_ptr,
+    rows,
+    x_stride,
+    residual_stride,
+    OUT_FEATURES: tl.constexpr,
+    FEATURES_0: tl.constexpr,
+    FEATURES_1: tl.constexpr,
+    IN_FEATURES: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IN_FP32: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    first = tl.program_id(0) * BLOCK_OUT
+    weight_ptr = weight_0_ptr
+    feature = first
+    if not IS_GATED:
+        # No program's features belong to two weights.
+        if first >= FEATURES_0 + FEATURES_1:
+            weight_ptr = weight_2_ptr
+            feature = first - (FEATURES_0 + FEATURES_1)
+        elif first >= FEATURES_0:
+            weight_ptr = weight_1_ptr
+            feature = first - FEATURES_0
+    row = tl.arange(0, ROWS)
+    step = tl.arange(0, BLOCK_IN)
+    is_row = row < rows
+    x_ptrs = x_ptr + row[:, None] * x_stride + step[None, :]
+    offsets = (feature + tl.arange(0, BLOCK_OUT)).to(tl.int64)[None, :] * IN_FEATURES + step[:, None]
+    sums = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    gated = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    for start in range(0, IN_FEATURES, BLOCK_IN):
+        if IN_FEATURES % BLOCK_IN == 0:
+            x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
+            weight = tl.load(weight_ptr + offsets + start, eviction_policy="evict_first")
+        else:
+            inside = start + step < IN_FEATURES
+            x = tl.load(x_ptrs + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_ptr + offsets + start, mask=inside[:, None], other=0.0)
+        if IN_FP32:
+            x = x.to(tl.float32)
+        sums = tl.dot(x, weight.to(x.dtype), sums, input_precision="ieee")
+        if IS_GATED:
+            if IN_FEATURES % BLOCK_IN == 0:
+                weight = tl.load(weight_1_ptr + offsets + start, eviction_policy="evict_first")
+            else:
+                weight = tl.load(weight_1_ptr + offsets + start, mask=inside[:, None], other=0.0)
+            gated = tl.dot(x, weight.to(x.dtype), gated, input_precision="ieee")
+    dtype = out_ptr.dtype.element_ty
+    result = sums.to(dtype).to(tl.float32)
+    if IS_GATED:
+        activated = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
+        result = activated * gated.to(dtype).to(tl.float32)
+    column = first + tl.arange(0, BLOCK_OUT)
+    if HAS_RESIDUAL:
+        residual = tl.load(
+            residual_ptr + row[:, None] * residual_stride + column[None, :], mask=is_row[:, None], other=0.0
+        )
+        result += residual.to(tl.float32)
+    tl.store(out_ptr + row[:, None] * OUT_FEATURES + column[None, :], result.to(dtype), mask=is_row[:, None])
+
+
+def skinny_linear_ineligible_reason(
+    x: torch.Tensor,
+    *weights: torch.Tensor,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> str | None:
+    """Why [`skinny_linear_triton`] cannot take these arguments, or `None`."""
+    if not 1 <= len(weights) <= 3:
+        return f"there are {len(weights)} weights; pass 1 to 3"
+    names = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
+    reason = device_reason(x=x, **names, residual=residual) or tensor_reason(
+        "x", x, shape=(None, None), dtypes=_DTYPES
+    )
+    if reason is not None:
+        return reason
+    if not 1 <= x.shape[0] <= MAX_ROWS:
+        return f"x has {x.shape[0]} rows; 1 to {MAX_ROWS} are supported"
+    if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
+        return f"a gated product takes two weights of one shape, got {[tuple(w.shape) for w in weights]}"
+    block = (_GATED_LAUNCH if is_gated else _LAUNCH)[0]
+    for name, weight in names.items():
+        reason = tensor_reason(name, weight, shape=(None, x.shape[1]), dtypes=(x.dtype,))
+        if reason is None and not weight.is_contiguous():
+            reason = f"{name} has strides {weight.stride()}; make it contiguous"
+        if reason is None and weight.shape[0] % block:
+            reason = f"{name} has {weight.shape[0]} output features, which {block} does not divide"
+        if reason is not None:
+            return reason
+    shape = (x.shape[0], weights[0].shape[0] if is_gated else sum(weight.shape[0] for weight in weights))
+    if residual is not None:
+        if is_gated or len(weights) != 1:
+            return "a residual goes with one weight"
+        reason = tensor_reason("residual", residual, shape=shape, dtypes=(x.dtype,))
+    if reason is None and out is not None:
+        reason = out_reason("out", out, x, shape=shape, dtype=x.dtype)
+    return reason
+
+
+def skinny_linear_triton(
+    x: torch.Tensor,
+    *weights: torch.Tensor,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    A few rows times one weight, or several.
+
+    Args:
+        x (`torch.Tensor` of shape `(rows, in_features)`):
+            fp16 or bf16 inputs, up to `MAX_ROWS` rows.
+        *weights (`torch.Tensor` of shape `(out_features, in_features)`):
+            One to three contiguous weights in the dtype of `x`.
+        is_gated (`bool`, *optional*, defaults to `False`):
+            Whether the product with the second of two weights is multiplied with the SiLU of the product with the
+            first.
+        residual (`torch.Tensor` of shape `(rows, out_features)`, *optional*):
+            Added to the product with a single weight.
+        out (`torch.Tensor`, *optional*):
+            Contiguous buffer for the result; may be `residual` itself.
+
+    Returns:
+        `torch.Tensor` of shape `(rows, out_features)`, the features of several weights side by side.
+    """
+    reason = skinny_linear_ineligible_reason(x, *weights, is_gated=is_gated, residual=residual, out=out)
+    if reason is not None:
+        raise ValueError(f"skinny_linear_triton: {reason}")
+    features = [weight.shape[0] for weight in weights]
+    out_features = features[0] if is_gated else sum(features)
+    out = x.new_empty(x.shape[0], out_features) if out is None else out
+    block_out, block_in, num_stages, num_warps = _GATED_LAUNCH if is_gated else _LAUNCH
+    # Weights that there are not still need a pointer.
+    pointers = [*weights, *weights[:1] * 2][:3]
+    with torch.cuda.device_of(x):
+        _skinny_linear_kernel[(out_features // block_out,)](
+            x,
+            *pointers,
+            x if residual is None else residual,
+            out,
+            x.shape[0],
+            x.stride(0),
+            0 if residual is None else residual.stride(0),
+            OUT_FEATURES=out_features,
+            FEATURES_0=features[0],
+            FEATURES_1=features[1] if len(features) > 1 else 0,
+            IN_FEATURES=x.shape[1],
+            IS_GATED=is_gated,
+            HAS_RESIDUAL=residual is not None,
+            IN_FP32=is_interpreting(),
+            ROWS=max(16, next_power_of_2(x.shape[0])),
+            BLOCK_OUT=block_out,
+            BLOCK_IN=block_in,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+    return out
+
+
+def skinny_linear_reference(
+    x: torch.Tensor, *weights: torch.Tensor, is_gated: bool = False, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same in plain PyTorch; arguments of [`skinny_linear_triton`]."""
+    products = [torch.nn.functional.linear(x, weight) for weight in weights]
+    if is_gated:
+        return torch.nn.functional.silu(products[0]) * products[1]
+    if residual is not None:
+        return products[0] + residual
+    return torch.cat(products, dim=-1)
