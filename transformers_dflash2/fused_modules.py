@@ -19,6 +19,7 @@ than its arithmetic. While the context is open
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
 * query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
 * `silu(gate) * up` runs as one kernel;
+* in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 16 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the residual addition) is done in it.
 
@@ -26,23 +27,31 @@ Quantised and wrapped projections are only ever called, and keep their own forwa
 class computes what the stand-in computes, which the bytecode of its `forward` tells (and that of the functions it
 calls); what the tensors of a call do not allow is left to the class. Kernels round less often than the host's modules,
 so half types agree within rounding.
+
+The short convolution is a function of a host file, so its stand-in is seen by every model of that file, in every
+thread, for as long as the context is open. It computes the same for all of them, as a replaced module does.
 """
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNormGated, causal_conv1d_fn
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
 from . import compat
 from .import_utils import unavailable_reason
@@ -52,6 +61,8 @@ from .modeling_dflash2 import DFlash2Attention
 
 def _same_code(function: Callable, like: Callable) -> bool:
     """Whether two functions do the same to their arguments, as far as their own bytecode goes."""
+    if not isinstance(inspect.unwrap(function), FunctionType):
+        return False
     code, other = inspect.unwrap(function).__code__, inspect.unwrap(like).__code__
     # A docstring, where there is one, is the first constant.
     constants = [
@@ -76,19 +87,40 @@ def is_llama_norm(module: nn.Module) -> bool:
     )
 
 
+def _is_gemma_norm(module: nn.Module) -> bool:
+    """Whether a module normalises as Gemma does: fp32 times one plus the weight, then rounded."""
+    return (
+        isinstance(getattr(module, "weight", None), torch.Tensor)
+        and hasattr(module, "eps")
+        and _is_untouched(module)
+        and _same_code(type(module).forward, GemmaRMSNorm.forward)
+        and _same_code(getattr(type(module), "_norm", None), GemmaRMSNorm._norm)
+    )
+
+
+def _norm_options(module: nn.Module | None) -> dict[str, Any] | None:
+    """How the kernel computes a norm; `None` for a module that is none it knows."""
+    if is_llama_norm(module):
+        return {"eps": module.variance_epsilon}
+    if _is_gemma_norm(module):
+        return {"eps": module.eps, "unit_offset": True}
+    return None
+
+
+def _is_gated_norm(module: nn.Module) -> bool:
+    return (
+        isinstance(getattr(module, "weight", None), torch.Tensor)
+        and getattr(module, "activation", None) == "silu"
+        and _is_untouched(module)
+        and _same_code(type(module).forward, Qwen3_5RMSNormGated.forward)
+    )
+
+
 def _is_gated_silu(module: nn.Module) -> bool:
     return (
         type(getattr(module, "act_fn", None)) in (nn.SiLU, type(ACT2FN["silu"]))
         and _is_untouched(module)
         and _same_code(type(module).forward, modeling_llama.LlamaMLP.forward)
-    )
-
-
-def _is_llama_layer(module: nn.Module) -> bool:
-    return (
-        is_llama_norm(getattr(module, "post_attention_layernorm", None))
-        and _is_untouched(module)
-        and _same_code(type(module).forward, modeling_llama.LlamaDecoderLayer.forward)
     )
 
 
@@ -99,6 +131,49 @@ def _rotates_halves(forward: Callable) -> bool:
         return False
     halves = inspect.unwrap(rotate).__globals__["rotate_half"]
     return _same_code(halves, modeling_llama.rotate_half)
+
+
+def _attend(module: nn.Module, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+    return module.self_attn(hidden_states=hidden_states, **kwargs)[0]
+
+
+def _attend_or_recur(
+    module: nn.Module,
+    hidden_states: torch.Tensor,
+    *,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    if module.block_type == "linear_attention":
+        # By place: the host's name for the cache differs between layers and releases.
+        return module.linear_attn(hidden_states, kwargs.pop(compat.CACHE_KEY, None), attention_mask, **kwargs)
+    return _attend(
+        module,
+        hidden_states,
+        position_embeddings=position_embeddings,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        **kwargs,
+    )
+
+
+# Decoder layers whose forward is known, and what they run between their two norms.
+_LAYER_KINDS: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    modeling_llama.LlamaDecoderLayer: _attend,
+    Qwen3_5DecoderLayer: _attend_or_recur,
+    Qwen3NextDecoderLayer: _attend_or_recur,
+}
+
+
+def _mixer_of(module: nn.Module) -> Callable[..., torch.Tensor] | None:
+    """What a known decoder layer runs between its norms; `None` for any other module."""
+    if _is_untouched(module) and _norm_options(getattr(module, "post_attention_layernorm", None)) is not None:
+        for kind, mixer in _LAYER_KINDS.items():
+            if _same_code(type(module).forward, kind.forward):
+                return mixer
+    return None
 
 
 # Attention classes whose forward is known, and what they pass on as their window.
@@ -142,13 +217,25 @@ class _RotaryTables:
         return known[1:]
 
 
-def _fused_norm(module: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    options = {"eps": module.variance_epsilon}
-    if ineligible_reason("rms_norm", hidden_states, module.weight, **options) is not None:
+def _fused_norm(module: nn.Module, options: dict[str, Any], hidden_states: torch.Tensor) -> torch.Tensor:
+    # Heads may lie behind tokens in memory; rows are normed in the order in which they lie.
+    swaps = hidden_states.dim() == 4 and hidden_states.stride(1) < hidden_states.stride(2)
+    rows = hidden_states.transpose(1, 2) if swaps else hidden_states
+    if ineligible_reason("rms_norm", rows, module.weight, **options) is not None:
         return type(module).forward(module, hidden_states)
     from .kernels import rms_norm_triton
 
-    return rms_norm_triton(hidden_states, module.weight, **options)[0]
+    normed = rms_norm_triton(rows, module.weight, **options)[0]
+    return normed.transpose(1, 2) if swaps else normed
+
+
+def _fused_gated_norm(module: nn.Module, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    arguments, options = (hidden_states, gate, module.weight), {"eps": module.variance_epsilon}
+    if ineligible_reason("gated_rms_norm", *arguments, **options) is not None:
+        return type(module).forward(module, hidden_states, gate)
+    from .kernels import gated_rms_norm_triton
+
+    return gated_rms_norm_triton(*arguments, **options)
 
 
 def _weight_of(linear: nn.Module) -> torch.Tensor | None:
@@ -201,10 +288,17 @@ def _fused_mlp(module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
     return _linear(module.down_proj, activated, residual)
 
 
-def _fused_layer(module: nn.Module, has_gated_silu: bool, hidden_states: torch.Tensor, **kwargs) -> torch.Tensor:
+def _fused_layer(
+    module: nn.Module,
+    mixer: Callable,
+    options: dict[str, Any],
+    has_gated_silu: bool,
+    hidden_states: torch.Tensor,
+    **kwargs,
+) -> torch.Tensor:
     residual, norm = hidden_states, module.post_attention_layernorm
-    hidden_states, _ = module.self_attn(hidden_states=module.input_layernorm(hidden_states), **kwargs)
-    options = {"eps": norm.variance_epsilon, "residual": residual}
+    hidden_states = mixer(module, module.input_layernorm(hidden_states), **kwargs)
+    options = {**options, "residual": residual}
     if ineligible_reason("rms_norm", hidden_states, norm.weight, **options) is None:
         from .kernels import rms_norm_triton
 
@@ -214,7 +308,9 @@ def _fused_layer(module: nn.Module, has_gated_silu: bool, hidden_states: torch.T
         hidden_states = norm(residual)
     if has_gated_silu:
         return _fused_mlp(module.mlp, hidden_states, residual)
-    return residual + module.mlp(hidden_states)
+    hidden_states = module.mlp(hidden_states)
+    # Some mixtures of experts return what their router said as well.
+    return residual + (hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
 
 
 def _rotated_heads(
@@ -307,14 +403,42 @@ def _fused_draft_attention(
     return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
 
 
+def _fused_convolution(
+    original: Callable,
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs,
+) -> torch.Tensor:
+    packed = any(kwargs.get(name) is not None for name in ("cu_seqlens", "seq_idx"))
+    if packed or ineligible_reason("short_conv", hidden_states, weight, bias, activation=activation) is not None:
+        return original(hidden_states, weight, bias, activation=activation, **kwargs)
+    from .kernels import short_conv_triton
+
+    return short_conv_triton(hidden_states, weight, bias, activation=activation)
+
+
+def _convolving_files(models: tuple[nn.Module, ...]) -> list[ModuleType]:
+    """Host files of the models' modules that have the short convolution as a function."""
+    names = dict.fromkeys(type(module).__module__ for model in models for module in model.modules())
+    files = [sys.modules[name] for name in names]
+    return [file for file in files if _same_code(getattr(file, "causal_conv1d_fn", None), causal_conv1d_fn)]
+
+
 def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] | None:
     """What takes a module's place, and what it is called in counts."""
-    if is_llama_norm(module):
-        return "norm", partial(_fused_norm, module)
+    options = _norm_options(module)
+    if options is not None:
+        return "norm", partial(_fused_norm, module, options)
+    if _is_gated_norm(module):
+        return "gated_norm", partial(_fused_gated_norm, module)
     if _is_gated_silu(module):
         return "mlp", partial(_fused_mlp, module)
-    if _is_llama_layer(module):
-        return "layer", partial(_fused_layer, module, _is_gated_silu(module.mlp))
+    mixer = _mixer_of(module)
+    if mixer is not None:
+        options = _norm_options(module.post_attention_layernorm)
+        return "layer", partial(_fused_layer, module, mixer, options, _is_gated_silu(module.mlp))
     if isinstance(module, DFlash2Attention) and _is_untouched(module):
         return "attention", partial(_fused_draft_attention, module, tables)
     window = _window_of(module)
@@ -326,30 +450,29 @@ def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] 
 @contextmanager
 def fused_modules(*models: nn.Module) -> Iterator[Counter]:
     """
-    Run the models' norms, feed-forwards, rotary embeddings and residual additions through fused kernels while the
-    context is open.
+    Run the models' norms, feed-forwards, rotary embeddings, short convolutions and residual additions through fused
+    kernels while the context is open.
 
     Yields:
-        `Counter`: how many modules of each kind were replaced.
+        `Counter`: how many modules of each kind were replaced; for `"convolution"`, how many functions.
     """
     tables = _RotaryTables()
-    replaced: list[nn.Module] = []
     counts: Counter = Counter()
-    if unavailable_reason("triton") is None:
-        # Kinds are told from untouched modules, so all are looked at before any is replaced.
-        found = [(module, _stand_in(module, tables)) for model in models for module in model.modules()]
-    else:
-        found = []
-    try:
-        for module, stand_in in found:
-            if stand_in is not None:
-                kind, module.forward = stand_in
-                replaced.append(module)
-                counts[kind] += 1
+    with ExitStack() as stack:
+        if unavailable_reason("triton") is None:
+            # Kinds are told from untouched modules, so all are looked at before any is replaced.
+            found = [(module, _stand_in(module, tables)) for model in models for module in model.modules()]
+            for module, stand_in in found:
+                if stand_in is not None:
+                    kind, module.forward = stand_in
+                    stack.callback(delattr, module, "forward")
+                    counts[kind] += 1
+            for file in _convolving_files(models):
+                original = file.causal_conv1d_fn
+                file.causal_conv1d_fn = partial(_fused_convolution, original)
+                stack.callback(setattr, file, "causal_conv1d_fn", original)
+                counts["convolution"] += 1
         yield counts
-    finally:
-        for module in replaced:
-            del module.forward
 
 
 __all__ = ["fused_modules", "is_llama_norm"]

@@ -21,11 +21,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from families import FAMILIES  # noqa: E402
 from kernel_checks import relative_rms  # noqa: E402
-from transformers.cache_utils import Cache  # noqa: E402
+from transformers.cache_utils import Cache, DynamicCache  # noqa: E402
+from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 
 from transformers_dflash2 import compat, kernels, static_decoding  # noqa: E402
-from transformers_dflash2.fused_modules import fused_modules  # noqa: E402
+from transformers_dflash2.fused_modules import _fused_convolution, fused_modules  # noqa: E402
 from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
     block_attention_lengths,
     use_block_attention,
@@ -33,12 +35,17 @@ from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
 from transformers_dflash2.stacked_context import StackedContext, stacked_context_reason  # noqa: E402
 from transformers_dflash2.static_buffers import StaticContext, StaticTargetLayer  # noqa: E402
 from transformers_dflash2.static_round import StaticRound  # noqa: E402
-from transformers_dflash2.testing import random_drafter, table_drafter, table_target  # noqa: E402
+from transformers_dflash2.testing import (  # noqa: E402
+    hybrid_target,
+    random_drafter,
+    table_drafter,
+    table_target,
+)
 
 
 # Sums in another order, through two layers.
 FP32_RELATIVE_RMS = 1e-5
-LAUNCHERS = ("rms_norm", "silu_mul", "qk_norm_rope")
+LAUNCHERS = ("rms_norm", "gated_rms_norm", "short_conv", "silu_mul", "qk_norm_rope")
 
 
 @pytest.fixture
@@ -101,8 +108,6 @@ def block_logits(target, fused):
         ),
         # Its rotation covers half a head, its norms have biases, its layer adds both sublayers at once.
         pytest.param("phi", {}, {}, 0, id="phi-left-alone"),
-        # Norms by 1 + weight, four of them per layer.
-        pytest.param("gemma3_text", {"layer_types": ["full_attention"] * 2}, {}, 0, id="gemma3-left-alone"),
     ],
 )
 def test_fused_model_equals_the_model(device, launches, model_type, options, kinds, ropes):
@@ -143,6 +148,97 @@ def test_a_call_without_a_cache_is_the_classes_own(device, launches):
             actual = target(ids, use_cache=False).logits
     assert launches["qk_norm_rope"] == 0
     assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
+
+
+HYBRID = {"norm": 11, "layer": 4, "mlp": 4, "gated_norm": 3, "convolution": 1}
+HYBRID_LAUNCHES = {"rms_norm": 11, "gated_rms_norm": 3, "short_conv": 3}
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds", "kernels_run"),
+    [
+        # Per layer two norms, in the one with attention two more, and the last.
+        pytest.param("Qwen3.5", HYBRID, {**HYBRID_LAUNCHES, "silu_mul": 4}, id="qwen3.5"),
+        # Feed-forwards are shared experts here.
+        pytest.param("Qwen3-Next", HYBRID, {**HYBRID_LAUNCHES, "silu_mul": 4}, id="qwen3-next"),
+        # Four norms per layer, and GELU; then two norms of heads more.
+        pytest.param("Gemma 2", {"norm": 17}, {"rms_norm": 17}, id="gemma-2"),
+        pytest.param("Gemma 3", {"norm": 25}, {"rms_norm": 25}, id="gemma-3"),
+        # Its gate is a sigmoid, and its gated norm rounds once.
+        pytest.param(
+            "Kimi Linear",
+            {"norm": 10, "mlp": 4, "convolution": 1},
+            {"rms_norm": 10, "short_conv": 3, "silu_mul": 4},
+            id="kimi-gated-norm-left-alone",
+        ),
+    ],
+)
+def test_fused_family_equals_the_family(device, launches, family, kinds, kernels_run):
+    """Catches an offset, a gate or a window that a stand-in forgets, on a block behind a cache."""
+    torch.manual_seed(0)
+    target = FAMILIES[family].build().to(device)
+    with torch.no_grad():
+        for weight in target.parameters():
+            # Fresh norms scale by one, which hides what happens to their weights.
+            if weight.dim() == 1:
+                weight += 0.2 * torch.randn_like(weight)
+    ids = torch.randint(1, 60, (2, 9), device=device)
+    logits = []
+    for fused in (False, True):
+        options = {compat.CACHE_KEY: DynamicCache(config=target.config), "use_cache": True}
+        with torch.no_grad():
+            target(ids[:, :6], **options)
+            assert not any(launches.values())
+            with fused_modules(target) if fused else contextlib.nullcontext() as counts:
+                logits.append(target(ids[:, 6:], **options).logits)
+    assert dict(counts) == kinds
+    assert {name: count for name, count in launches.items() if count} == kernels_run
+    assert relative_rms(logits[1], logits[0]) < FP32_RELATIVE_RMS
+
+
+def test_what_no_kernel_takes_is_the_classes_own(device, launches):
+    """Catches a stand-in that insists on its kernel, or computes the plain form otherwise than its class."""
+    target = hybrid_target().double().to(device)
+    ids = torch.tensor([[3, 7, 1]], device=device)
+    with torch.no_grad():
+        expected = target(ids).logits
+        with fused_modules(target) as counts:
+            assert torch.equal(target(ids).logits, expected)
+    assert counts["layer"] == 4 and not any(launches.values())
+
+
+def test_packed_sequences_stay_with_the_host(device, launches):
+    """Catches a convolution that runs from one packed sequence into the next."""
+    hidden, weight = torch.randn(1, 2, 6, device=device), torch.randn(2, 4, device=device)
+    seen = {}
+
+    def host(*args, **kwargs):
+        seen.update(kwargs)
+        return hidden
+
+    assert _fused_convolution(host, hidden, weight, activation="silu", seq_idx=hidden) is hidden
+    assert seen == {"activation": "silu", "seq_idx": hidden}
+    assert not launches["short_conv"]
+    assert _fused_convolution(host, hidden, weight, activation="silu", seq_idx=None) is not hidden
+    assert launches["short_conv"]
+
+
+def test_functions_are_put_back(device):
+    """Catches a convolution that outlives its context, by an error or because two contexts end in any order."""
+    target, other = hybrid_target().to(device), hybrid_target(seed=1).to(device)
+    original = modeling_qwen3_5.causal_conv1d_fn
+    with pytest.raises(KeyError), fused_modules(target):
+        assert modeling_qwen3_5.causal_conv1d_fn is not original
+        raise KeyError
+    assert modeling_qwen3_5.causal_conv1d_fn is original
+    first, second = fused_modules(target), fused_modules(other)
+    assert first.__enter__()["convolution"] == 1
+    # It is fused already.
+    assert second.__enter__()["convolution"] == 0
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    assert modeling_qwen3_5.causal_conv1d_fn is original
+    assert not [module for model in (target, other) for module in model.modules() if "forward" in vars(module)]
 
 
 def draft_inputs(device, entries=5):

@@ -17,7 +17,10 @@ import math
 
 import pytest
 import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 
 pytest.importorskip("triton")
@@ -34,6 +37,7 @@ from transformers_dflash2.kernels.rms_norm import (  # noqa: E402
 
 
 EPS = 1e-6
+OFFSETS = pytest.mark.parametrize("unit_offset", [False, True], ids=["weight", "one-plus-weight"])
 
 
 def norm_inputs(device, shape, dtype=torch.float32):
@@ -41,41 +45,46 @@ def norm_inputs(device, shape, dtype=torch.float32):
     return [tensor.to(device, dtype) for tensor in tensors]
 
 
-def exact_norm(hidden, weight, residual=None):
+def exact_norm(hidden, weight, residual=None, unit_offset=False):
     summed = hidden.double() if residual is None else hidden.double() + residual.double()
-    return weight.double() * summed * torch.rsqrt(summed.square().mean(dim=-1, keepdim=True) + EPS)
+    return (weight.double() + unit_offset) * summed * torch.rsqrt(summed.square().mean(dim=-1, keepdim=True) + EPS)
 
 
+@OFFSETS
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 32), (4, 1, 100)], ids=str)
-def test_equals_the_reference(device, dtype, with_residual, shape):
-    """Catches lanes past the row in the mean, and a sum that is not returned or not rounded."""
+def test_equals_the_reference(device, dtype, with_residual, shape, unit_offset):
+    """Catches lanes past the row in the mean, a sum that is not returned or not rounded, and an offset left out."""
     hidden, residual, weight = norm_inputs(device, shape, dtype)
-    residual = residual if with_residual else None
-    normed, summed = rms_norm_triton(hidden, weight, eps=EPS, residual=residual)
-    expected_normed, expected_summed = rms_norm_reference(hidden, weight, eps=EPS, residual=residual)
+    options = {"eps": EPS, "unit_offset": unit_offset, "residual": residual if with_residual else None}
+    normed, summed = rms_norm_triton(hidden, weight, **options)
+    expected_normed, expected_summed = rms_norm_reference(hidden, weight, **options)
     assert torch.equal(summed, expected_summed)
-    assert_as_exact_as(normed, expected_normed, exact_norm(hidden, weight, residual))
+    assert_as_exact_as(normed, expected_normed, exact_norm(hidden, weight, options["residual"], unit_offset))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reference_equals_the_host(device, dtype):
-    """Catches another rounding order than the module that the kernel stands in for."""
+@pytest.mark.parametrize("kind", [Qwen3RMSNorm, Qwen3_5RMSNorm, Qwen3NextRMSNorm, Gemma3RMSNorm])
+def test_reference_equals_the_host(device, dtype, kind):
+    """Catches another rounding order than the modules that the kernel stands in for."""
     hidden, residual, weight = norm_inputs(device, (3, 7, 24), dtype)
-    module = Qwen3RMSNorm(24, eps=EPS).to(device, dtype)
+    module = kind(24, eps=EPS).to(device, dtype)
+    options = {"eps": EPS, "unit_offset": kind is not Qwen3RMSNorm, "residual": residual}
     with torch.no_grad():
         module.weight.copy_(weight)
-        normed, summed = rms_norm_reference(hidden, weight, eps=EPS, residual=residual)
+        normed, summed = rms_norm_reference(hidden, weight, **options)
         assert torch.equal(normed, module(hidden + residual))
     assert torch.equal(summed, hidden + residual)
 
 
-def test_rounds_before_the_weight(device):
-    """Catches one rounding in place of the host's two: half of all outputs would differ in the last place."""
+@OFFSETS
+def test_rounds_as_often_as_the_host(device, unit_offset):
+    """Catches one rounding in place of two, or the reverse: half of all outputs would differ in the last place."""
     hidden, residual, weight = norm_inputs(device, (40, 64), torch.float16)
-    normed, _ = rms_norm_triton(hidden, weight, eps=EPS, residual=residual)
-    expected, _ = rms_norm_reference(hidden, weight, eps=EPS, residual=residual)
+    options = {"eps": EPS, "unit_offset": unit_offset, "residual": residual}
+    normed, _ = rms_norm_triton(hidden, weight, **options)
+    expected, _ = rms_norm_reference(hidden, weight, **options)
     # A mean in another order can still move a value across a rounding boundary.
     assert (normed == expected).float().mean() > 0.99
 
@@ -164,21 +173,26 @@ def test_reasons(device, change, reason):
 def test_operators(device):
     """Catches a schema, fake or compiled form of the operations that disagrees with the real one."""
     hidden, residual, weight = norm_inputs(device, (2, 3, 8))
-    opcheck(rms_norm_op, hidden, weight, EPS)
+    opcheck(rms_norm_op, hidden, weight, EPS, True)
     opcheck(add_rms_norm_op, hidden, residual, weight, EPS)
-    compiled = torch.compile(lambda *args: add_rms_norm_op(*args, EPS), fullgraph=True, backend="aot_eager")
-    expected = rms_norm_triton(hidden, weight, eps=EPS, residual=residual)
+    assert torch.equal(
+        rms_norm_op(hidden, weight, EPS, True), rms_norm_triton(hidden, weight, eps=EPS, unit_offset=True)[0]
+    )
+    compiled = torch.compile(lambda *args: add_rms_norm_op(*args, EPS, True), fullgraph=True, backend="aot_eager")
+    expected = rms_norm_triton(hidden, weight, eps=EPS, unit_offset=True, residual=residual)
     for actual, wanted in zip(compiled(hidden, residual, weight), expected, strict=True):
         assert torch.equal(actual, wanted)
 
 
 @pytest.mark.gpu
+@OFFSETS
 @pytest.mark.parametrize("hidden_size", [4096, 5120, 6656], ids="h{}".format)
-def test_at_a_real_size(device, hidden_size):
+def test_at_a_real_size(device, hidden_size, unit_offset):
     """Catches rows that do not fit one program, in the type and sizes of published models."""
     hidden, residual, weight = norm_inputs(device, (512, hidden_size), torch.bfloat16)
-    normed, summed = rms_norm_triton(hidden, weight, eps=EPS, residual=residual)
-    expected = rms_norm_reference(hidden, weight, eps=EPS, residual=residual)
+    options = {"eps": EPS, "unit_offset": unit_offset, "residual": residual}
+    normed, summed = rms_norm_triton(hidden, weight, **options)
+    expected = rms_norm_reference(hidden, weight, **options)
     assert torch.equal(summed, expected[1])
-    assert_as_exact_as(normed, expected[0], exact_norm(hidden, weight, residual))
+    assert_as_exact_as(normed, expected[0], exact_norm(hidden, weight, residual, unit_offset))
     assert (normed == expected[0]).float().mean() > 0.99

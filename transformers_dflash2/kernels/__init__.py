@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from .block_attention import block_attention_triton
     from .commit_states import commit_states_triton
     from .context_kv import context_kv_triton
+    from .gated_rms_norm import gated_rms_norm_triton
     from .grouped_conv import grouped_conv_triton
     from .markov_step import markov_step_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
     from .selector_walk import selector_walk_triton
+    from .short_conv import short_conv_triton
     from .silu_mul import silu_mul_triton
     from .skinny_linear import skinny_linear_triton
     from .write_columns import write_columns_triton
@@ -43,11 +45,13 @@ __all__ = [
     "block_attention_triton",
     "commit_states_triton",
     "context_kv_triton",
+    "gated_rms_norm_triton",
     "grouped_conv_triton",
     "markov_step_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
     "selector_walk_triton",
+    "short_conv_triton",
     "silu_mul_triton",
     "skinny_linear_triton",
     "write_columns_triton",

@@ -16,6 +16,10 @@
     summed = round(hidden + residual)
     normed = round(weight * round(summed * rsqrt(mean(summed ** 2) + eps)))
 
+or, for norms whose weight is what is added to one,
+
+    normed = round((1 + weight) * summed * rsqrt(mean(summed ** 2) + eps))
+
 with `round` to the dtype of `hidden` and everything else in fp32. One program handles one row.
 """
 
@@ -44,6 +48,7 @@ def _rms_norm_kernel(
     hidden_row_stride,
     residual_row_stride,
     HAS_RESIDUAL: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -59,9 +64,11 @@ def _rms_norm_kernel(
     mean = tl.sum(values * values, axis=0) / hidden_size
     scaled = values * tl.rsqrt(mean + tl.cast(eps, tl.float32))
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(
-        normed_ptr + row * hidden_size + columns, (weight * scaled.to(dtype).to(tl.float32)).to(dtype), mask=inside
-    )
+    if UNIT_OFFSET:
+        normed = (1.0 + weight) * scaled
+    else:
+        normed = weight * scaled.to(dtype).to(tl.float32)
+    tl.store(normed_ptr + row * hidden_size + columns, normed.to(dtype), mask=inside)
 
 
 def rms_norm_ineligible_reason(
@@ -69,6 +76,7 @@ def rms_norm_ineligible_reason(
     weight: torch.Tensor,
     *,
     eps: float,
+    unit_offset: bool = False,
     residual: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> str | None:
@@ -100,6 +108,7 @@ def rms_norm_triton(
     weight: torch.Tensor,
     *,
     eps: float,
+    unit_offset: bool = False,
     residual: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,6 +122,8 @@ def rms_norm_triton(
             The norm's weight, in the dtype of `hidden`.
         eps (`float`):
             Added to the mean square.
+        unit_offset (`bool`, *optional*, defaults to `False`):
+            Whether rows are scaled by `1 + weight`, with one rounding at the end.
         residual (`torch.Tensor` of shape `(..., hidden_size)`, *optional*):
             Added to `hidden` first.
         out (`tuple` of `torch.Tensor`, *optional*):
@@ -146,6 +157,7 @@ def rms_norm_triton(
             _row_stride(hidden),
             _row_stride(hidden if residual is None else residual),
             HAS_RESIDUAL=residual is not None,
+            UNIT_OFFSET=unit_offset,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
         )
@@ -153,12 +165,19 @@ def rms_norm_triton(
 
 
 def rms_norm_reference(
-    hidden: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    unit_offset: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same in plain PyTorch; arguments of [`rms_norm_triton`]."""
     summed = hidden if residual is None else hidden + residual
     values = summed.float()
     scaled = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    if unit_offset:
+        return (scaled * (1.0 + weight.float())).to(hidden.dtype), summed
     return weight * scaled.to(hidden.dtype), summed
 
 
@@ -178,24 +197,24 @@ def _row_stride(tensor: torch.Tensor) -> int | None:
 
 
 @torch.library.custom_op("transformers_dflash2::rms_norm", mutates_args=())
-def rms_norm_op(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm_op(hidden: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """[`rms_norm_triton`] without a residual, for `torch.compile`."""
-    return rms_norm_triton(hidden, weight, eps=eps)[0]
+    return rms_norm_triton(hidden, weight, eps=eps, unit_offset=unit_offset)[0]
 
 
 @rms_norm_op.register_fake
-def _(hidden, weight, eps):
+def _(hidden, weight, eps, unit_offset=False):
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
 
 @torch.library.custom_op("transformers_dflash2::add_rms_norm", mutates_args=())
 def add_rms_norm_op(
-    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    hidden: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """[`rms_norm_triton`] with a residual, for `torch.compile`."""
-    return rms_norm_triton(hidden, weight, eps=eps, residual=residual)
+    return rms_norm_triton(hidden, weight, eps=eps, unit_offset=unit_offset, residual=residual)
 
 
 @add_rms_norm_op.register_fake
-def _(hidden, residual, weight, eps):
+def _(hidden, residual, weight, eps, unit_offset=False):
     return tuple(torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) for _ in range(2))
