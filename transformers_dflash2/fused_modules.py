@@ -20,7 +20,7 @@ than its arithmetic. While the context is open
 * query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
 * `silu(gate) * up` runs as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
-* at up to 16 rows, plain linear layers of one input run as one product that streams all of their weights, and what
+* at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the residual addition) is done in it.
 
 Quantised and wrapped projections are only ever called, and keep their own forward. A module is replaced where its
@@ -475,4 +475,29 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
         yield counts
 
 
-__all__ = ["fused_modules", "is_llama_norm"]
+@contextmanager
+def skinny_linears(model: nn.Module) -> Iterator[int]:
+    """
+    Let a model's plain linear layers be traced as products of a few rows while the context is open.
+
+    For a compiler, which fuses what is around the products but not the products.
+
+    Yields:
+        `int`: how many layers.
+    """
+    found = (
+        [(module, _weight_of(module)) for module in model.modules()] if unavailable_reason("triton") is None else []
+    )
+    replaced = [(module, weight) for module, weight in found if weight is not None and weight.dtype.itemsize == 2]
+    from .kernels.skinny_linear import skinny_linear_op
+
+    try:
+        for module, weight in replaced:
+            module.forward = partial(skinny_linear_op, weight=weight)
+        yield len(replaced)
+    finally:
+        for module, _ in replaced:
+            vars(module).pop("forward", None)
+
+
+__all__ = ["fused_modules", "is_llama_norm", "skinny_linears"]

@@ -19,10 +19,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_checks import BF16, FP16, assert_as_exact_as  # noqa: E402
+from kernel_checks import BF16, FP16, assert_as_exact_as, opcheck  # noqa: E402
 
 from transformers_dflash2.kernels.skinny_linear import (  # noqa: E402
     skinny_linear_ineligible_reason,
+    skinny_linear_op,
     skinny_linear_reference,
     skinny_linear_triton,
 )
@@ -45,7 +46,7 @@ def exact(x, *weights, **options):
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("in_features", [128, 200, 384], ids=str)
 @pytest.mark.parametrize("out_features", [(32,), (64, 32), (64, 32, 96)], ids=str)
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 40])
 def test_equals_the_reference(device, dtype, rows, in_features, out_features):
     """Catches a program that takes the wrong weight, inputs past the end, and rows that are not there."""
     tensors = operands(device, dtype, rows, in_features, *out_features)
@@ -89,11 +90,22 @@ def test_rows_do_not_meet(device):
     assert actual.isnan().any(dim=1).tolist() == [False, False, True, False]
 
 
+def test_operator(device):
+    """Catches a schema, fake or compiled form of the operation that disagrees with the real one."""
+    x, weight = operands(device, torch.float16, 6, 128, 32)
+    x = x.view(2, 3, 128)
+    opcheck(skinny_linear_op, x, weight)
+    compiled = torch.compile(skinny_linear_op, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight).flatten(0, 1), skinny_linear_triton(x.flatten(0, 1), weight))
+    # What the kernel cannot take is multiplied all the same.
+    assert torch.equal(skinny_linear_op(x, weight[:5]), torch.nn.functional.linear(x, weight[:5]))
+
+
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
         pytest.param(lambda t: ({"x": t["x"].float()}), "x is float32", id="dtype"),
-        pytest.param(lambda t: ({"x": t["x"].repeat(5, 1)}), "x has 20 rows", id="rows"),
+        pytest.param(lambda t: ({"x": t["x"].repeat(17, 1)}), "x has 68 rows", id="rows"),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:40]]}), "which 32 does not divide", id="features"),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:, :64]]}), "should be", id="inputs"),
         pytest.param(lambda t: ({"weights": t["weights"] * 4}), "there are 4 weights", id="weights"),

@@ -25,21 +25,28 @@ through shared memory; nothing is added up across programs, so results do not de
 Sums are in fp32. A product is rounded to the dtype of `x` before anything is done to it, as the host's modules round.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from .dispatch import device_reason, is_interpreting, next_power_of_2, out_reason, tensor_reason
+from .dispatch import device_reason, dispatch, is_interpreting, next_power_of_2, out_reason, tensor_reason
 
 
-__all__ = ["MAX_ROWS", "skinny_linear_ineligible_reason", "skinny_linear_reference", "skinny_linear_triton"]
+__all__ = [
+    "MAX_ROWS",
+    "skinny_linear_ineligible_reason",
+    "skinny_linear_op",
+    "skinny_linear_reference",
+    "skinny_linear_triton",
+]
 
-# Rows of the smallest tile of the matrix units. With more rows, general products are as good.
-MAX_ROWS = 16
+# With more rows, general products are as good.
+MAX_ROWS = 64
+# Every program's share of the output features divides by it.
+_FEATURES_MULTIPLE = 32
 _DTYPES = (torch.float16, torch.bfloat16)
-# Output features of a program, inputs per step, steps in flight, warps.
-_LAUNCH = (32, 128, 5, 4)
-_GATED_LAUNCH = (32, 128, 4, 4)
 
 
 @triton.jit
@@ -133,13 +140,12 @@ def skinny_linear_ineligible_reason(
         return f"x has {x.shape[0]} rows; 1 to {MAX_ROWS} are supported"
     if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
         return f"a gated product takes two weights of one shape, got {[tuple(w.shape) for w in weights]}"
-    block = (_GATED_LAUNCH if is_gated else _LAUNCH)[0]
     for name, weight in names.items():
         reason = tensor_reason(name, weight, shape=(None, x.shape[1]), dtypes=(x.dtype,))
         if reason is None and not weight.is_contiguous():
             reason = f"{name} has strides {weight.stride()}; make it contiguous"
-        if reason is None and weight.shape[0] % block:
-            reason = f"{name} has {weight.shape[0]} output features, which {block} does not divide"
+        if reason is None and weight.shape[0] % _FEATURES_MULTIPLE:
+            reason = f"{name} has {weight.shape[0]} output features, which {_FEATURES_MULTIPLE} does not divide"
         if reason is not None:
             return reason
     shape = (x.shape[0], weights[0].shape[0] if is_gated else sum(weight.shape[0] for weight in weights))
@@ -150,6 +156,35 @@ def skinny_linear_ineligible_reason(
     if reason is None and out is not None:
         reason = out_reason("out", out, x, shape=shape, dtype=x.dtype)
     return reason
+
+
+@lru_cache
+def _device_limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a program may have."""
+    if device.type != "cuda":
+        return 1, 1 << 16
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+
+
+@lru_cache(maxsize=256)
+def _launch(device: torch.device, rows: int, in_features: int, out_features: int, is_gated: bool):
+    """
+    Output features of a program, inputs per step, steps in flight, and warps.
+
+    Measured on an H200, with weights of an 8B model. Where there is no second program for a multiprocessor, one has to
+    have more bytes on their way.
+    """
+    multiprocessors, shared_memory = _device_limits(device)
+    is_single_wave = out_features // 32 <= multiprocessors
+    if rows <= 16:
+        deep, wide, gated = (32, 256, 6, 4), (16, 128, 6, 2), (32, 128, 3, 4)
+        is_single_wave = is_single_wave and in_features >= 8192
+    else:
+        deep, wide, gated = (32, 256, 4, 4), (32, 128, 4, 4), (32, 64, 4, 4)
+    block_out, block_in, num_stages, num_warps = gated if is_gated else deep if is_single_wave else wide
+    stage = 2 * block_in * (block_out * (2 if is_gated else 1) + rows)
+    return block_out, block_in, max(1, min(num_stages, (shared_memory - 2048) // stage)), num_warps
 
 
 def skinny_linear_triton(
@@ -184,7 +219,8 @@ def skinny_linear_triton(
     features = [weight.shape[0] for weight in weights]
     out_features = features[0] if is_gated else sum(features)
     out = x.new_empty(x.shape[0], out_features) if out is None else out
-    block_out, block_in, num_stages, num_warps = _GATED_LAUNCH if is_gated else _LAUNCH
+    tile_rows = max(16, next_power_of_2(x.shape[0]))
+    block_out, block_in, num_stages, num_warps = _launch(x.device, tile_rows, x.shape[1], out_features, is_gated)
     # Weights that there are not still need a pointer.
     pointers = [*weights, *weights[:1] * 2][:3]
     with torch.cuda.device_of(x):
@@ -203,7 +239,7 @@ def skinny_linear_triton(
             IS_GATED=is_gated,
             HAS_RESIDUAL=residual is not None,
             IN_FP32=is_interpreting(),
-            ROWS=max(16, next_power_of_2(x.shape[0])),
+            ROWS=tile_rows,
             BLOCK_OUT=block_out,
             BLOCK_IN=block_in,
             num_warps=num_warps,
@@ -222,3 +258,16 @@ def skinny_linear_reference(
     if residual is not None:
         return products[0] + residual
     return torch.cat(products, dim=-1)
+
+
+@torch.library.custom_op("transformers_dflash2::skinny_linear", mutates_args=())
+def skinny_linear_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """One weight and rows of any shape, for `torch.compile`: the kernel where it can run, else the reference."""
+    rows = x.reshape(-1, x.shape[-1])
+    product = dispatch("skinny_linear", skinny_linear_reference, rows, weight)
+    return product.view(*x.shape[:-1], weight.shape[0])
+
+
+@skinny_linear_op.register_fake
+def _(x, weight):
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
