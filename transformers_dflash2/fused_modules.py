@@ -422,7 +422,7 @@ def _fused_convolution(
 def _convolving_files(models: tuple[nn.Module, ...]) -> list[ModuleType]:
     """Host files of the models' modules that have the short convolution as a function."""
     names = dict.fromkeys(type(module).__module__ for model in models for module in model.modules())
-    files = [sys.modules[name] for name in names]
+    files = [sys.modules.get(name) for name in names]
     return [file for file in files if _same_code(getattr(file, "causal_conv1d_fn", None), causal_conv1d_fn)]
 
 

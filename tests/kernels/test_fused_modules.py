@@ -298,7 +298,22 @@ def test_other_projections_are_not_stacked(device):
     assert "Wrapped" in stacked_context_reason(draft)
 
 
-def test_same_tokens_with_fused_modules(device, launches, monkeypatch):
+@pytest.mark.parametrize(
+    ("pair", "expected_launches"),
+    [
+        pytest.param(
+            lambda: (target := table_target(num_hidden_layers=3), table_drafter(target)),
+            ("qk_norm_rope", "context_kv"),
+            id="qwen3",
+        ),
+        pytest.param(
+            lambda: (target := hybrid_target(), random_drafter(target)),
+            ("gated_rms_norm", "short_conv", "context_kv"),
+            id="qwen3.5",
+        ),
+    ],
+)
+def test_same_tokens_with_fused_modules(device, launches, monkeypatch, pair, expected_launches):
     """Catches kernels that agree one by one and not in a round."""
     # The interpreter takes milliseconds a program.
     monkeypatch.setattr(static_decoding, "MIN_CAPACITY", 16)
@@ -309,11 +324,10 @@ def test_same_tokens_with_fused_modules(device, launches, monkeypatch):
 
     # What a recording would hold, without a device that records.
     monkeypatch.setattr(StaticRound, "play", play)
-    target = table_target(num_hidden_layers=3).to(device)
-    draft = table_drafter(target)
+    target, draft = (model.to(device) for model in pair())
     inputs = {"inputs": torch.tensor([[3, 7, 1]], device=device), "max_new_tokens": 4, "do_sample": False}
     expected = target.generate(**inputs)
     options = {"cache_implementation": "static", "num_assistant_tokens": 1}
     drafted = target.generate(assistant_model=draft, **options, **inputs)
-    assert launches["qk_norm_rope"] > 0 and launches["context_kv"] > 0
+    assert all(launches[name] > 0 for name in expected_launches)
     assert torch.equal(drafted, expected)
