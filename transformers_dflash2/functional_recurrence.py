@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The recurrences of linear-attention layers, as far as their state is concerned.
+"""The recurrences of linear-attention layers, over the tokens of a block.
 
 One form covers the gated delta rule (Yang et al., 2024; Qwen3-Next, Qwen3.5), its variant with a decay per channel
 (Kimi Linear) and the state-space recurrence of Mamba-2 (Dao and Gu, 2024). With decay `a = exp(log_decay)`, key `k`,
@@ -21,9 +21,11 @@ value `v` and gate `b` of a token, the state `S` of a head, `(key channels, valu
     S <- S + k (x) b * (v - k^T S)      delta rule
     S <- S + k (x) b * v                otherwise
 
-No outputs are computed: they left with the target's own forward.
+and the token's output is `scale * q^T S` for its query `q`. [`run_recurrence`] gives the outputs of a block. They have
+left with the target's forward when [`replay_recurrence`] moves the state behind the tokens that are kept of it.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +49,8 @@ class RecurrenceInputs:
             Whether the value that the state already predicts is subtracted.
         is_transposed (`bool`, *optional*, defaults to `False`):
             Whether the state is stored as `(value_channels, key_channels)`.
+        norm_eps (`float`, *optional*):
+            When given, keys and queries are brought to unit length first; this is added to their squared length.
     """
 
     keys: torch.Tensor
@@ -55,6 +59,7 @@ class RecurrenceInputs:
     beta: torch.Tensor
     is_delta_rule: bool = False
     is_transposed: bool = False
+    norm_eps: float | None = None
 
 
 def window_after(inputs: torch.Tensor, counts: torch.Tensor, width: int) -> torch.Tensor:
@@ -76,9 +81,61 @@ def window_after(inputs: torch.Tensor, counts: torch.Tensor, width: int) -> torc
     return inputs.gather(-1, index.expand(-1, inputs.shape[1], -1))
 
 
+def run_recurrence(
+    state: torch.Tensor | None,
+    queries: torch.Tensor,
+    inputs: RecurrenceInputs,
+    *,
+    scale: float = 1.0,
+    skip: torch.Tensor | None = None,
+    wants_state: bool = True,
+    output_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """
+    Run a recurrence over a block, token by token in fp32.
+
+    Args:
+        state (`torch.Tensor` of shape `(batch, heads, key_channels, value_channels)`, *optional*):
+            The state before the block, or with the last two dimensions exchanged, see [`RecurrenceInputs`]. Zeros when
+            not given.
+        queries (`torch.Tensor` of shape `(batch, block, key_heads, key_channels)`):
+            What reads the state after each token.
+        inputs ([`RecurrenceInputs`]):
+            The block.
+        scale (`float`, *optional*, defaults to 1.0):
+            Factor of the queries, after they have been brought to unit length.
+        skip (`torch.Tensor` of shape `(heads,)`, *optional*):
+            Share of a token's own values that is added to its output; Mamba-2's `D`.
+        wants_state (`bool`, *optional*, defaults to `True`):
+            Whether the state after the block is returned.
+        output_dtype (`torch.dtype`, *optional*):
+            That of the outputs; that of the queries when not given.
+
+    Returns:
+        `(outputs, state)`: outputs of shape `(batch, block, heads, value_channels)`, and the state after the block in
+        fp32, laid out like `state`, or `None`.
+    """
+    batch, _, heads, value_channels = inputs.values.shape
+    if state is None:
+        before = torch.zeros(batch, heads, queries.shape[-1], value_channels, device=queries.device)
+    else:
+        before = (state.transpose(-1, -2) if inputs.is_transposed else state).float()
+    columns = _per_head(queries, inputs.norm_eps, heads) * scale
+    outputs = []
+    for token, after in enumerate(_states(before, inputs)):
+        outputs.append((after * columns[:, token]).sum(dim=-2))
+    outputs = torch.stack(outputs, dim=1)
+    if skip is not None:
+        outputs = outputs + skip.float()[:, None] * inputs.values.float()
+    outputs = outputs.to(queries.dtype if output_dtype is None else output_dtype)
+    if not wants_state:
+        return outputs, None
+    return outputs, (after.transpose(-1, -2) if inputs.is_transposed else after).contiguous()
+
+
 def replay_recurrence(state: torch.Tensor, inputs: RecurrenceInputs, counts: torch.Tensor) -> torch.Tensor:
     """
-    Run a recurrence over the first tokens of a block.
+    Move a state behind the first tokens of a block.
 
     Args:
         state (`torch.Tensor` of shape `(batch, heads, key_channels, value_channels)`):
@@ -92,19 +149,32 @@ def replay_recurrence(state: torch.Tensor, inputs: RecurrenceInputs, counts: tor
         `torch.Tensor` of the shape and dtype of `state`, computed in fp32.
     """
     dtype = state.dtype
-    state = (state.transpose(-1, -2) if inputs.is_transposed else state).float()
-    heads = state.shape[1]
-    keys = inputs.keys.float().repeat_interleave(heads // inputs.keys.shape[2], dim=2)[..., None]
+    kept = (state.transpose(-1, -2) if inputs.is_transposed else state).float()
+    for taken, current in enumerate(_states(kept, inputs), start=1):
+        kept = torch.where((counts == taken)[:, None, None, None], current, kept)
+    return (kept.transpose(-1, -2) if inputs.is_transposed else kept).to(dtype)
+
+
+def _states(state: torch.Tensor, inputs: RecurrenceInputs) -> Iterator[torch.Tensor]:
+    """The fp32 state, key channels first, after each token of a block."""
+    keys = _per_head(inputs.keys, inputs.norm_eps, state.shape[1])
     values, beta = inputs.values.float(), inputs.beta.float()[..., None]
     decay = inputs.log_decay.float().exp()[..., None]
     for token in range(keys.shape[1]):
-        decayed = state * decay[:, token]
+        state = state * decay[:, token]
         added = values[:, token]
         if inputs.is_delta_rule:
-            added = added - (decayed * keys[:, token]).sum(dim=-2)
-        updated = decayed + keys[:, token] * (beta[:, token] * added)[..., None, :]
-        state = torch.where((counts > token)[:, None, None, None], updated, state)
-    return (state.transpose(-1, -2) if inputs.is_transposed else state).to(dtype)
+            added = added - (state * keys[:, token]).sum(dim=-2)
+        state = state + keys[:, token] * (beta[:, token] * added)[..., None, :]
+        yield state
+
+
+def _per_head(vectors: torch.Tensor, norm_eps: float | None, heads: int) -> torch.Tensor:
+    """Keys or queries in fp32, as columns `(batch, block, heads, key_channels, 1)`."""
+    vectors = vectors.float()
+    if norm_eps is not None:
+        vectors = vectors * torch.rsqrt(vectors.square().sum(dim=-1, keepdim=True) + norm_eps)
+    return vectors.repeat_interleave(heads // vectors.shape[2], dim=2)[..., None]
 
 
 def commit_states(
@@ -130,4 +200,4 @@ def commit_states(
         state.copy_(replay_recurrence(state, inputs, counts))
 
 
-__all__ = ["RecurrenceInputs", "commit_states", "replay_recurrence", "window_after"]
+__all__ = ["RecurrenceInputs", "commit_states", "replay_recurrence", "run_recurrence", "window_after"]

@@ -20,6 +20,7 @@ the target's updates as always but keep what they had, and what the block would 
 * per short convolution, its window followed by the block's inputs. The window after `n` tokens is a slice of that;
 * per recurrence, the block's keys, values, decays and gates ([`RecurrenceInputs`]), taken where the target calls the
   host's recurrence function. The state after `n` tokens is the recurrence alone, run over the first `n` of them.
+  Where the library's kernel can take the call it answers it too: the host's functions are made for prompts.
 
 [`StateReplay.commit`] then moves every row to its own count of kept tokens. No projection is computed twice, and
 nothing needs undoing when a round is abandoned.
@@ -35,54 +36,77 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from . import compat
 from .functional_recurrence import RecurrenceInputs, replay_recurrence, window_after
+from .kernels.dispatch import dispatch
 
 
-# Added to the squared norm of a key by the host's delta rules.
-_KEY_NORM_EPS = 1e-6
+# Added to the squared length of keys and queries by the host's delta rules.
+_NORM_EPS = 1e-6
 
 
-def _delta_rule_inputs(arguments: dict) -> RecurrenceInputs:
-    keys, values = arguments["key"], arguments["value"]
-    if arguments["use_qk_l2norm_in_kernel"]:
-        keys = keys.float()
-        keys = keys * torch.rsqrt(keys.square().sum(dim=-1, keepdim=True) + _KEY_NORM_EPS)
-    log_decay = arguments["g"]
+@dataclass
+class _BlockCall:
+    """A call of a recurrence function of the host, as arguments of `functional_recurrence.run_recurrence`."""
+
+    state: torch.Tensor | None
+    queries: torch.Tensor
+    inputs: RecurrenceInputs
+    options: dict[str, Any]
+    # Whether the host's function returns a state, or `None`, beside the outputs.
+    returns_pair: bool = True
+
+
+def _delta_rule_call(arguments: dict[str, Any]) -> _BlockCall:
+    take = arguments.pop
+    queries, log_decay = take("query"), take("g")
     if log_decay.dim() == 3:  # one decay per head, otherwise one per key channel
         log_decay = log_decay[..., None]
-    return RecurrenceInputs(keys, values, log_decay, arguments["beta"], is_delta_rule=True)
+    norm_eps = _NORM_EPS if take("use_qk_l2norm_in_kernel") else None
+    inputs = RecurrenceInputs(
+        take("key"), take("value"), log_decay, take("beta"), is_delta_rule=True, norm_eps=norm_eps
+    )
+    options = {"scale": queries.shape[-1] ** -0.5, "wants_state": take("output_final_state")}
+    return _BlockCall(take("initial_state"), queries, inputs, options)
 
 
-def _mamba2_inputs(arguments: dict) -> RecurrenceInputs:
-    step = arguments["dt"]
-    if arguments["dt_bias"] is not None:
-        step = step + arguments["dt_bias"].to(step.dtype)
-    if arguments["dt_softplus"]:
+def _mamba2_call(arguments: dict[str, Any]) -> _BlockCall:
+    take = arguments.pop
+    step, bias = take("dt"), take("dt_bias")
+    if bias is not None:
+        step = step + bias.to(step.dtype)
+    if take("dt_softplus"):
         step = torch.nn.functional.softplus(step)
-    low, high = arguments["dt_limit"]
+    low, high = take("dt_limit")
     step = step.clamp(min=low, max=high)
-    log_decay = (arguments["A"].float() * step.float())[..., None]
-    # The host's state is `(heads, value channels, key channels)` here.
-    return RecurrenceInputs(arguments["B"], arguments["hidden_states"], log_decay, step, is_transposed=True)
+    log_decay = (take("A").float() * step.float())[..., None]
+    # The host's state is `(heads, value channels, key channels)` here, and its outputs stay in fp32.
+    inputs = RecurrenceInputs(take("B"), take("hidden_states"), log_decay, step, is_transposed=True)
+    options = {"skip": take("D"), "output_dtype": torch.float32}
+    return _BlockCall(take("initial_states"), take("C"), inputs, options, returns_pair=take("return_final_states"))
 
 
-# The host's recurrence functions over several tokens, by name, and how to read their arguments.
-_RECURRENCES: dict[str, Callable[[dict], RecurrenceInputs]] = {
-    "chunk_kimi_delta_attention": _delta_rule_inputs,
-    "mamba2_chunk_scan": _mamba2_inputs,
-    "torch_chunk_gated_delta_rule": _delta_rule_inputs,
+# The host's recurrence functions over several tokens, by name, and what takes the arguments it knows out of a call.
+_RECURRENCES: dict[str, Callable[[dict[str, Any]], _BlockCall]] = {
+    "chunk_kimi_delta_attention": _delta_rule_call,
+    "mamba2_chunk_scan": _mamba2_call,
+    "torch_chunk_gated_delta_rule": _delta_rule_call,
 }
+
+_signature = functools.lru_cache(inspect.signature)
 
 
 class _Watch:
     """
-    Stands in for a recurrence function of a host module while blocks are verified, and notes what it is called with.
+    Stands in for a recurrence function of a host module while blocks are verified: notes what it is called with, and
+    runs the block in one kernel where that is possible.
 
-    Several threads may verify at once; the function is put back when the last one is done.
+    Several threads may verify at once; the function is put back when the last one is done. Calls of other threads pass
+    through.
     """
 
     _lock = threading.Lock()
@@ -98,7 +122,8 @@ class _Watch:
             for module, name in targets:
                 stack.callback(cls._remove, module, name)
                 cls._install(module, name)
-            cls._local.last = None
+            stack.callback(setattr, cls._local, "is_watching", False)
+            cls._local.is_watching, cls._local.last = True, None
             yield
 
     @classmethod
@@ -115,16 +140,31 @@ class _Watch:
             if entry[1] > 1:
                 return
             original = entry[0] = getattr(sys.modules[module], name)
-            signature, read = inspect.signature(original), _RECURRENCES[name]
 
             @functools.wraps(original)
             def watched(*args, **kwargs):
-                bound = signature.bind(*args, **kwargs)
-                bound.apply_defaults()
-                cls._local.last = read(bound.arguments)
-                return original(*args, **kwargs)
+                if not getattr(cls._local, "is_watching", False):
+                    return original(*args, **kwargs)
+                return cls._run(original, _RECURRENCES[name], args, kwargs)
 
             setattr(sys.modules[module], name, watched)
+
+    @classmethod
+    def _run(cls, original: Callable, read: Callable[[dict[str, Any]], _BlockCall], args: tuple, kwargs: dict):
+        bound = _signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {**bound.arguments.pop("kwargs", {}), **bound.arguments}
+        call = read(arguments)
+        cls._local.last = call.inputs
+        # What remains are flags of the target's forward, and how to cut chunks. A tensor says more: which sequences
+        # are packed into a row, for one.
+        if not call.returns_pair or any(isinstance(rest, torch.Tensor) for rest in arguments.values()):
+            return original(*args, **kwargs)
+
+        def run_original(*_, **__):
+            return original(*args, **kwargs)
+
+        return dispatch("block_recurrence", run_original, call.state, call.queries, call.inputs, **call.options)
 
     @classmethod
     def _remove(cls, module: str, name: str) -> None:

@@ -150,9 +150,10 @@ class StaticRecurrentLayer(LinearAttentionLayer):
         """Keep the block's inputs of the recurrence aside; returns the state after the whole block."""
         inputs = take_recurrence_inputs(self)
         if state_idx not in self._recurrences:
-            # Outside of a graph: the first call of a round is a rehearsal.
+            # Outside of a graph: the first call of a round is a rehearsal. Contiguous, which the inputs need not be.
             buffers = {
-                name: torch.empty_like(tensor, dtype=torch.float32) for name, tensor in _tensors(inputs).items()
+                name: torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+                for name, tensor in _tensors(inputs).items()
             }
             self._recurrences[state_idx] = replace(inputs, **buffers)
         for name, tensor in _tensors(inputs).items():

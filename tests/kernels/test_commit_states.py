@@ -12,6 +12,7 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ pytest.importorskip("triton")
 
 from kernel_checks import relative_rms  # noqa: E402
 
+from transformers_dflash2 import static_buffers  # noqa: E402
 from transformers_dflash2.functional_recurrence import RecurrenceInputs, commit_states  # noqa: E402
 from transformers_dflash2.kernels.commit_states import (  # noqa: E402
     commit_states_ineligible_reason,
@@ -36,6 +38,7 @@ KINDS = {
     "gated-delta-rule": {"is_delta_rule": True, "key_heads": 2},
     "decay-per-channel": {"is_delta_rule": True, "key_heads": 4, "decays": 6},
     "mamba-2": {"is_transposed": True, "key_heads": 1},
+    "raw-keys": {"is_delta_rule": True, "key_heads": 2, "norm_eps": 1e-6},
     "wide-values": {"is_delta_rule": True, "key_heads": 4, "value_channels": 40},
 }
 
@@ -50,6 +53,7 @@ def recurrence(
     decays=1,
     is_delta_rule=False,
     is_transposed=False,
+    norm_eps=None,
     dtype=torch.float32,
 ):
     shape = (value_channels, key_channels) if is_transposed else (key_channels, value_channels)
@@ -60,6 +64,7 @@ def recurrence(
         torch.rand(ROWS, BLOCK, heads, device=device),
         is_delta_rule=is_delta_rule,
         is_transposed=is_transposed,
+        norm_eps=norm_eps,
     )
     return torch.randn(ROWS, heads, *shape, device=device).to(dtype), inputs
 
@@ -77,6 +82,8 @@ def exact(state, inputs, counts):
         for head in range(state.shape[1]):
             for token in range(count):
                 key = inputs.keys[row, token, head // group].double()
+                if inputs.norm_eps is not None:
+                    key = key / (key @ key + inputs.norm_eps).sqrt()
                 value = inputs.values[row, token, head].double()
                 decay = inputs.log_decay[row, token, head].double().exp()
                 current = result[row, head] * decay[:, None]
@@ -129,6 +136,31 @@ def test_a_broken_row_stays_alone(device):
     commit_states_triton([], [layer], torch.tensor(COUNTS, device=device))
     assert layer[0][[0, 2, 3]].isfinite().all()
     assert torch.equal(layer[0][0], untouched[0])
+
+
+def test_static_buffers_are_what_the_kernel_takes(device, monkeypatch):
+    """Catches buffers that lie in memory as a host's keys do, which are channels of a convolution's output."""
+    state, inputs = recurrence(device, is_delta_rule=True, norm_eps=1e-6)
+    strided = [tensor.half().transpose(1, 3).contiguous().transpose(1, 3) for tensor in (inputs.keys, inputs.values)]
+    assert not any(tensor.is_contiguous() for tensor in strided)
+    inputs = replace(inputs, keys=strided[0], values=strided[1])
+    convolution, block = window(device)[0], torch.randn(ROWS, 6, BLOCK, device=device)
+    filled = SimpleNamespace(
+        number_of_states=1,
+        device=device,
+        dtype=torch.float32,
+        has_previous_state={0: True},
+        conv_states={0: convolution},
+        recurrent_states={0: state},
+    )
+    layer = static_buffers.StaticRecurrentLayer(filled, rows=ROWS, block=BLOCK)
+    layer.load(filled)
+    monkeypatch.setattr(static_buffers, "take_recurrence_inputs", lambda layer: inputs)
+    layer.update_conv_state(block)
+    layer.update_recurrent_state(state)
+    expected = exact(state, inputs, COUNTS)
+    commit_states_triton(layer.windows, layer.recurrences, torch.tensor(COUNTS, device=device))
+    assert relative_rms(layer.recurrent_states[0], expected) < FP32_RELATIVE_RMS
 
 
 def test_reasons(device):

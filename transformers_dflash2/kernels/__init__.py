@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .accept_greedy import accept_greedy_triton
     from .accept_sampled import accept_sampled_triton
     from .block_attention import block_attention_triton
+    from .block_recurrence import block_recurrence_triton
     from .commit_states import commit_states_triton
     from .context_kv import context_kv_triton
     from .gated_rms_norm import gated_rms_norm_triton
@@ -43,6 +44,7 @@ __all__ = [
     "accept_greedy_triton",
     "accept_sampled_triton",
     "block_attention_triton",
+    "block_recurrence_triton",
     "commit_states_triton",
     "context_kv_triton",
     "gated_rms_norm_triton",

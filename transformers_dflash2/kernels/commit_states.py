@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from ..functional_recurrence import RecurrenceInputs
+from .block_recurrence import advance_state, unit_length
 from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
 
 
@@ -72,6 +73,7 @@ def _replay_kernel(
     DECAYS: tl.constexpr,
     IS_DELTA_RULE: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
+    NORM_EPS: tl.constexpr,
     STATE_TYPE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
@@ -102,12 +104,12 @@ def _replay_kernel(
         beta = tl.load(beta_ptr + at * HEADS + head)
         decays = decay_ptr + (at * HEADS + head) * DECAYS
         if DECAYS == 1:
-            state = state * tl.exp(tl.load(decays))
+            log_decay = tl.load(decays)
         else:
-            state = state * tl.exp(tl.load(decays + channels, mask=has_key, other=0.0))[:, None]
-        if IS_DELTA_RULE:
-            value = value - tl.sum(state * key[:, None], axis=0)
-        state = state + key[:, None] * (beta * value)[None, :]
+            log_decay = tl.load(decays + channels, mask=has_key, other=0.0)[:, None]
+        if NORM_EPS is not None:
+            key = unit_length(key, NORM_EPS)
+        state = advance_state(state, key, value, log_decay, beta, IS_DELTA_RULE)
     tl.store(state_ptr + entries, state.to(STATE_TYPE), mask=inside)
 
 
@@ -196,10 +198,10 @@ def commit_states_triton(
                 BLOCK=_WINDOW_BLOCK,
             )
         tensors = [(state, i.keys, i.values, i.log_decay, i.beta) for state, i in recurrences]
-        kinds = {id(state): (i.is_delta_rule, i.is_transposed) for state, i in recurrences}
+        kinds = {id(state): (i.is_delta_rule, i.is_transposed, i.norm_eps) for state, i in recurrences}
         for group in _grouped(tensors, lambda five: (*(t.shape for t in five), five[0].dtype, kinds[id(five[0])])):
             state, keys, values, log_decay, _ = group[0]
-            is_delta_rule, is_transposed = kinds[id(state)]
+            is_delta_rule, is_transposed, norm_eps = kinds[id(state)]
             tokens, key_heads, key_channels = keys.shape[1:]
             heads, value_channels = values.shape[2:]
             _replay_kernel[(rows * heads, len(group), triton.cdiv(value_channels, _VALUE_BLOCK))](
@@ -213,6 +215,7 @@ def commit_states_triton(
                 DECAYS=log_decay.shape[-1],
                 IS_DELTA_RULE=is_delta_rule,
                 IS_TRANSPOSED=is_transposed,
+                NORM_EPS=norm_eps,
                 STATE_TYPE=_TRITON_TYPES[state.dtype],
                 KEY_BLOCK=next_power_of_2(key_channels),
                 VALUE_BLOCK=_VALUE_BLOCK,
