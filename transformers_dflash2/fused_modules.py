@@ -485,19 +485,26 @@ def skinny_linears(model: nn.Module) -> Iterator[int]:
     Yields:
         `int`: how many layers.
     """
-    found = (
-        [(module, _weight_of(module)) for module in model.modules()] if unavailable_reason("triton") is None else []
-    )
-    replaced = [(module, weight) for module, weight in found if weight is not None and weight.dtype.itemsize == 2]
-    from .kernels.skinny_linear import skinny_linear_op
+    replaced: list[nn.Module] = []
+    if unavailable_reason("triton") is None:
+        from .kernels.skinny_linear import skinny_linear_op
 
+        weights = [(module, _weight_of(module)) for module in model.modules()]
+        stand_ins = [
+            (module, partial(skinny_linear_op, weight=weight))
+            for module, weight in weights
+            if weight is not None and weight.dtype.itemsize == 2
+        ]
+    else:
+        stand_ins = []
     try:
-        for module, weight in replaced:
-            module.forward = partial(skinny_linear_op, weight=weight)
+        for module, stand_in in stand_ins:
+            module.forward = stand_in
+            replaced.append(module)
         yield len(replaced)
     finally:
-        for module, _ in replaced:
-            vars(module).pop("forward", None)
+        for module in replaced:
+            del module.forward
 
 
 __all__ = ["fused_modules", "is_llama_norm", "skinny_linears"]

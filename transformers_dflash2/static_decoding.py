@@ -30,13 +30,15 @@ streaming are the loop's own in any case.
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from . import compat
-from .fused_modules import fused_modules
+from .fused_modules import fused_modules, skinny_linears
 from .generation import SpeculativeDecoding, VerifiedBlock
 from .import_utils import unavailable_reason
 from .kernels.attention_interface import unsupported_model_reason
@@ -202,7 +204,8 @@ class StaticDecoding(SpeculativeDecoding):
                 round_.anchors[: self.batch_size] = self._anchors()
             if self.do_sample:
                 round_.draw_noise(self.draft)
-            if self.compile_options is not None and not round_.has_graph("round"):
+            records = self.record and self.device.type == "cuda"
+            if self.compile_options is not None and not records:
                 self._compile(phases)
 
             def propose_and_verify():
@@ -214,7 +217,7 @@ class StaticDecoding(SpeculativeDecoding):
                 propose_and_verify,
                 record=self.record,
                 head=self.adapter.head,
-                during_capture=self._fused,
+                during_capture=lambda: self.recording(phases),
             )
             self.stats.target_passes += 1
         with self._timer("accept"):
@@ -229,9 +232,18 @@ class StaticDecoding(SpeculativeDecoding):
             round_.counts[: self.batch_size] = torch.tensor(self._kept, device=self.device)
         self._emit()
 
-    def _fused(self):
-        """Fused modules for a recording. A compiler fuses the target's on its own."""
-        return fused_modules(self.draft, *([self.target] if self._forward is self.target else []))
+    @contextmanager
+    def recording(self, phases: dict[str, Any]) -> Iterator[None]:
+        """The context in which phases are recorded: with fused modules, and the target's forward compiled if asked."""
+        with ExitStack() as stack:
+            stack.enter_context(fused_modules(self.draft))
+            if self.compile_options is not None:
+                # A compiler fuses what is around the target's matrix products, but not these.
+                stack.enter_context(skinny_linears(self.target.get_decoder()))
+                self._compile(phases)
+            if self.compile_options is None:
+                stack.enter_context(fused_modules(self.target))
+            yield
 
     def _compile(self, phases: dict[str, Any]) -> None:
         """Compile the target's forward, once per call at most, and try it; a failure leaves it as it is."""

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache, DynamicCache  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 
 from transformers_dflash2 import compat, kernels, static_decoding  # noqa: E402
-from transformers_dflash2.fused_modules import _fused_convolution, fused_modules  # noqa: E402
+from transformers_dflash2.fused_modules import _fused_convolution, fused_modules, skinny_linears  # noqa: E402
 from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
     block_attention_lengths,
     use_block_attention,
@@ -331,3 +331,23 @@ def test_same_tokens_with_fused_modules(device, launches, monkeypatch, pair, exp
     drafted = target.generate(assistant_model=draft, **options, **inputs)
     assert all(launches[name] > 0 for name in expected_launches)
     assert torch.equal(drafted, expected)
+
+
+def test_linears_of_a_compiled_model(device):
+    """Catches a product that breaks the compiler's graph, one that stays the library's, and a stand-in left behind."""
+    target = random_weights(table_target(num_hidden_layers=1, hidden_size=32, intermediate_size=64)).to(device).half()
+    linears = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
+    ids, graphs = torch.tensor([[3, 7, 1]], device=device), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with torch.no_grad():
+        expected = target(ids).logits
+        with skinny_linears(target.model) as count:
+            actual = torch.compile(target.forward, fullgraph=True, backend=backend)(ids).logits
+    assert relative_rms(actual, expected) < 5e-3
+    products = [node for node in graphs[0].graph.nodes if "skinny_linear" in str(node.target)]
+    assert count == len(products) == len(linears) == 7
+    assert not any("forward" in vars(module) for module in target.modules())

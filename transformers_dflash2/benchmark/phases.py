@@ -53,8 +53,6 @@ class _PhaseProbe(StaticDecoding):
 
     def _measure(self, tap: FeatureTap) -> None:
         round_, phases = self.static_round, self.phases(tap)
-        if self.compile_options is not None:
-            self._compile(phases)
         state = (round_.lengths, round_.counts, round_.anchors, round_.context.lengths)
         saved = [tensor.clone() for tensor in state]
 
@@ -64,7 +62,7 @@ class _PhaseProbe(StaticDecoding):
             for phase in phases.values():
                 phase()
 
-        with self._fused():
+        with self.recording(phases):
             calls = {**phases, "round": whole_round, **self._parts()}
             if self.compile_options is None:
                 calls["plain step"] = self._plain_step()
