@@ -24,21 +24,26 @@ from transformers import CompileConfig, GenerationConfig
 from transformers_dflash2.integration import _static_options
 
 
-def chosen(call_config=None, **options):
+def chosen(call_config=None, on_cuda=False, **options):
     """`(how the tempo runs, what is left for the host)` of one call."""
     arguments = {} if call_config is None else {"generation_config": call_config}
 
     def effective(name):
         return options.get(name, getattr(arguments.get("generation_config"), name, None))
 
-    return _static_options(arguments, options, effective), options, arguments
+    return _static_options(arguments, options, effective, on_cuda=on_cuda), options, arguments
 
 
-def test_the_tempo_is_asked_for():
-    """Catches a tempo that a call gets unasked, or asked for in vain."""
-    assert chosen(cache_implementation="static")[0] == {"record": True, "compile_config": None}
-    for options in ({}, {"cache_implementation": "dynamic"}, {"disable_compile": True}):
-        assert chosen(**options)[0] is None
+def test_when_the_tempo_is_wanted():
+    """Catches a tempo that a call gets against its will, or asks for in vain, and one that is idle on a GPU."""
+    wanted = {"record": True, "compile_config": None}
+    for on_cuda in (True, False):
+        assert chosen(cache_implementation="static", on_cuda=on_cuda)[0] == wanted
+        for options in ({"cache_implementation": "dynamic"}, {"disable_compile": True}, {"past_key_values": object()}):
+            assert chosen(**options, on_cuda=on_cuda)[0] is None
+    assert chosen()[0] is None
+    static_options, options, _ = chosen(on_cuda=True)
+    assert static_options == wanted and options == {"cache_implementation": "dynamic"}
 
 
 def test_asking_without_recording():

@@ -52,6 +52,18 @@ def recorded(target, draft):
     return rounds
 
 
+def test_it_is_the_default():
+    """Catches a GPU that is left waiting for the host, and graphs where a call rules them out."""
+    target, draft = moved(t0(), half_right(t0()))
+    inputs = {"inputs": left_pad(BATCHES["one"])["input_ids"].to(DEVICE), "max_new_tokens": 20, "do_sample": False}
+    plain = target.generate(**inputs)
+    assert torch.equal(target.generate(**inputs, assistant_model=draft, disable_compile=True), plain)
+    assert torch.equal(target.generate(**inputs, assistant_model=draft, cache_implementation="dynamic"), plain)
+    assert not static_round.kept_rounds(target, draft)
+    assert torch.equal(target.generate(**inputs, assistant_model=draft), plain)
+    recorded(target, draft)
+
+
 @pytest.mark.parametrize("rows", BATCHES.values(), ids=BATCHES)
 def test_same_tokens_as_plain(rows):
     """Catches a replay that reads what the recording read, and graphs that a later call cannot use."""

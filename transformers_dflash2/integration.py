@@ -134,7 +134,7 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
             "use the drafter's own block."
         )
     make_verify_length = _verify_length_of(draft, effective)
-    static_options = _static_options(arguments, options, effective)
+    static_options = _static_options(arguments, options, effective, on_cuda=target.device.type == "cuda")
     _bind_stop_strings(target, arguments, options, effective)
     options.pop("assistant_tokenizer", None)
     options.pop("tokenizer", None)
@@ -164,14 +164,12 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
                 if reason is None:
                     if call["verify_length"] is not None:
                         _report_once(
-                            'cache_implementation="static" verifies blocks of one length: '
+                            "The static tempo verifies blocks of one length: "
                             "num_assistant_tokens_schedule and assistant_confidence_threshold are not used. The "
                             "output is the same."
                         )
                     return decoding.run()
-            _report_once(
-                f'The static tempo (cache_implementation="static") is not used: {reason}. The output is the same.'
-            )
+            _report_once(f"The static tempo is not used: {reason}. The output is the same.")
         return SpeculativeDecoding(model, draft, input_ids, **call).run()
 
     return original(target, **arguments, custom_generate=decode, **options)
@@ -231,14 +229,25 @@ def _batch_may_exceed_one(arguments: dict[str, Any], options: dict[str, Any], ef
     return (effective("num_return_sequences") or 1) > 1
 
 
-def _static_options(arguments: dict[str, Any], options: dict[str, Any], effective) -> dict[str, Any] | None:
+def _static_options(
+    arguments: dict[str, Any], options: dict[str, Any], effective, *, on_cuda: bool
+) -> dict[str, Any] | None:
     """
     How the static tempo is to run, or `None` where it is not wanted.
+
+    It is wanted where the call asks for a static cache, and on CUDA devices unless the call asks for another one,
+    brings a cache, or rules recordings out.
 
     The prefill fills a dynamic cache either way, as the static tempo has buffers of its own, so the host is shown
     neither the request for a static cache nor `compile_config`.
     """
-    if effective("cache_implementation") not in compat.STATIC_CACHE_IMPLEMENTATIONS:
+    implementation = effective("cache_implementation")
+    if implementation is None:
+        # The host refuses a cache beside any `cache_implementation`.
+        brings_cache = any(options.get(name) is not None for name in ("cache", "past_key_values"))
+        if not on_cuda or brings_cache or effective("disable_compile"):
+            return None
+    elif implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:
         return None
     never_record = bool(effective("disable_compile"))
     static_options = {

@@ -42,7 +42,13 @@ import torch
 
 from . import compat
 from .functional_recurrence import RecurrenceInputs, replay_recurrence, window_after
-from .kernels.dispatch import dispatch
+
+
+try:
+    from transformers_dflash2.kernels.dispatch import dispatch
+except ImportError:
+    # The code of a drafter that was loaded from the Hub on its own: the host's functions run as they are.
+    dispatch = None
 
 
 # Added to the squared length of keys and queries by the host's delta rules.
@@ -158,7 +164,11 @@ class _Watch:
         cls._local.last = call.inputs
         # What remains are flags of the target's forward, and how to cut chunks. A tensor says more: which sequences
         # are packed into a row, for one.
-        if not call.returns_pair or any(isinstance(rest, torch.Tensor) for rest in arguments.values()):
+        if (
+            dispatch is None
+            or not call.returns_pair
+            or any(isinstance(rest, torch.Tensor) for rest in arguments.values())
+        ):
             return original(*args, **kwargs)
 
         def run_original(*_, **__):
