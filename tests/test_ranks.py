@@ -1,6 +1,6 @@
 # Copyright 2026 The transformers_dflash2 authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Targets under the host's tensor parallelism, on two processes over gloo: one text, and nobody waits for ever."""
+"""Targets under the host's tensor parallelism, on two processes: one text, and nobody waits for ever."""
 
 import multiprocessing
 
@@ -22,6 +22,20 @@ from transformers_dflash2.testing import cycle_table, draft_config, table_drafte
 pytestmark = pytest.mark.skipif(
     "fork" not in multiprocessing.get_all_start_methods() or not torch.distributed.is_available(),
     reason="needs os.fork and torch.distributed",
+)
+
+# Without GPUs, or on two of them.
+over_backends = pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(
+            "gloo", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="the host shards on GPUs here")
+        ),
+        pytest.param(
+            "nccl",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")],
+        ),
+    ],
 )
 
 VOCAB = 32
@@ -48,31 +62,34 @@ def drafter():
     return table_drafter(dense_target(), CYCLE, mask_token_id=UNUSED, target_layer_ids=[0, 1])
 
 
-def load_sharded(folder):
-    return AutoModelForCausalLM.from_pretrained(
+def load_sharded(folder, draft):
+    """The target, and the drafter on the same device."""
+    target = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(tp_plan="auto", tp_size=2)
     )
+    return target, draft.to(target.device)
 
 
 def candidates(target, draft):
     """What the drafter would choose from, given fixed final rows."""
     adapter = TargetAdapter(target, draft.config)
     with torch.no_grad():
-        logits = adapter.logits(torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)), torch.float32)
+        hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(1)).to(target.device)
+        logits = adapter.logits(hidden, torch.float32)
         unary, ids = adapter.projection.select(logits, top_k=20)
-    return type(adapter.projection), logits.shape[-1], unary, ids
+    return type(adapter.projection), logits.shape[-1], unary.cpu(), ids.cpu()
 
 
 def generate(target, draft, prompt=PROMPT, new_tokens=20, **options):
     options = {"do_sample": False, "max_new_tokens": new_tokens, **options}
-    return target.generate(prompt, assistant_model=draft, **options)
+    return target.generate(prompt.to(target.device), assistant_model=draft, **options).cpu()
 
 
 # Cases run on every rank: `case(rank, folder)`.
 
 
 def greedy_case(rank, folder):
-    target, draft = load_sharded(folder), drafter()
+    target, draft = load_sharded(folder, drafter())
     kind, rows, unary, ids = candidates(target, draft)
     text = generate(target, draft)
     stats = draft.last_stats
@@ -86,8 +103,9 @@ def greedy_case(rank, folder):
     return kind.__name__, rows, unary, ids, text, stats.mean_accepted_length, penalised, host_text
 
 
+@over_backends
 @pytest.mark.parametrize("padding", PADDED.values(), ids=PADDED)
-def test_two_ranks_write_the_text_of_one(padding, tmp_path):
+def test_two_ranks_write_the_text_of_one(backend, padding, tmp_path):
     """Catches candidates that differ from the unsharded ones, and padded rows that only one rank holds."""
     whole, draft = dense_target(padding), drafter()
     whole.save_pretrained(tmp_path)
@@ -96,7 +114,7 @@ def test_two_ranks_write_the_text_of_one(padding, tmp_path):
         generate(whole, draft),
         generate(whole, draft, torch.tensor([[3, 7, 1], [4, 9, 2]]), 10, repetition_penalty=1.3),
     )
-    results = run_on_two_ranks(greedy_case, tmp_path)
+    results = run_on_two_ranks(backend, greedy_case, tmp_path)
     assert [kind for kind, _ in results] == ["returned"] * 2, results
     for _, answer in results:
         projection, rows, sharded_unary, sharded_ids, sharded_text, accepted, sharded_penalised, host_text = answer
@@ -110,23 +128,24 @@ def test_two_ranks_write_the_text_of_one(padding, tmp_path):
 def sampled_case(rank, folder):
     # Every rank has random numbers of its own.
     torch.manual_seed(rank)
-    target, draft = load_sharded(folder), flat_drafter()
+    target, draft = load_sharded(folder, flat_drafter())
     prompts = torch.tensor([[3, 6]]).expand(DRAWS, -1)
     return generate(target, draft, prompts, 3, do_sample=True, temperature=TEMPERATURE, top_k=0), draft.last_stats
 
 
 def embedding_case(rank, folder):
-    target = load_sharded(folder)
+    target, _ = load_sharded(folder, drafter())
     adapter = TargetAdapter(target, draft_config(target, target_layer_ids=[0, 1]))
     with torch.no_grad():
-        return adapter.embed(torch.arange(VOCAB)[None])
+        return adapter.embed(torch.arange(VOCAB, device=target.device)[None]).cpu()
 
 
-def test_raw_rows_of_a_sharded_embedding(tmp_path):
+@over_backends
+def test_raw_rows_of_a_sharded_embedding(backend, tmp_path):
     """Catches raw rows, of an embedding that scales what it returns, looked up in one rank's shard."""
     whole = table_target(0, VOCAB, num_hidden_layers=2, model_type="gemma3_text")
     whole.save_pretrained(tmp_path)
-    for kind, rows in run_on_two_ranks(embedding_case, tmp_path):
+    for kind, rows in run_on_two_ranks(backend, embedding_case, tmp_path):
         assert kind == "returned", rows
         assert torch.equal(rows[0], whole.get_input_embeddings().weight)
 
@@ -139,7 +158,8 @@ def flat_drafter():
     return table_drafter(flat_target(), sharpness=1.5, target_layer_ids=[0, 1])
 
 
-def test_two_ranks_draw_one_text_of_the_right_law(tmp_path):
+@over_backends
+def test_two_ranks_draw_one_text_of_the_right_law(backend, tmp_path):
     """Catches ranks that draw, accept or replace tokens each with their own random numbers."""
     whole = flat_target()
     whole.save_pretrained(tmp_path)
@@ -149,7 +169,7 @@ def test_two_ranks_draw_one_text_of_the_right_law(tmp_path):
             probs = (whole(prefixes).logits[:, -1] / TEMPERATURE).softmax(-1)
         law = (law[:, None] * probs.double()).flatten()
         prefixes = torch.cat([prefixes.repeat_interleave(FEW, 0), torch.arange(FEW).repeat(len(prefixes))[:, None]], 1)
-    results = run_on_two_ranks(sampled_case, tmp_path)
+    results = run_on_two_ranks(backend, sampled_case, tmp_path)
     assert [kind for kind, _ in results] == ["returned"] * 2, results
     (_, (text, stats)), (_, (other, other_stats)) = results
     assert torch.equal(text, other) and stats == other_stats and stats.accepted > 0
@@ -183,7 +203,7 @@ class RaisingStreamer(BaseStreamer, Raises):
 
 
 def failing_case(rank, folder, where, ranks):
-    target, draft = load_sharded(folder), drafter()
+    target, draft = load_sharded(folder, drafter())
     options = {}
     if rank in ranks and where == "streamer":
         options["streamer"] = RaisingStreamer()
@@ -203,15 +223,16 @@ class QuietProcessor(LogitsProcessor):
         return scores
 
 
+@over_backends
 @pytest.mark.parametrize(
     ("where", "ranks"),
     [("streamer", [0]), ("streamer", [1]), ("processor", [0]), ("head", [0]), ("head", [1]), ("head", [0, 1])],
     ids=str,
 )
-def test_no_rank_waits_for_one_that_raised(where, ranks, tmp_path):
+def test_no_rank_waits_for_one_that_raised(backend, where, ranks, tmp_path):
     """Catches a collective that the others of a failed rank wait in, and an error that is lost."""
     dense_target(24).save_pretrained(tmp_path)
-    for rank, result in enumerate(run_on_two_ranks(failing_case, tmp_path, where, ranks)):
+    for rank, result in enumerate(run_on_two_ranks(backend, failing_case, tmp_path, where, ranks)):
         if rank in ranks:
             assert result == ("raised", "LookupError: the third call")
         else:
@@ -219,15 +240,16 @@ def test_no_rank_waits_for_one_that_raised(where, ranks, tmp_path):
 
 
 def late_case(rank, folder):
-    target, draft = load_sharded(folder), drafter()
+    target, draft = load_sharded(folder, drafter())
     # The time of rank 0 is up at once, that of rank 1 never.
     rules = StoppingCriteriaList([MaxTimeCriteria(max_time=1e-9 if rank == 0 else 1e9)])
     return generate(target, draft, stopping_criteria=rules)
 
 
-def test_ranks_stop_together(tmp_path):
+@over_backends
+def test_ranks_stop_together(backend, tmp_path):
     """Catches a stopping rule whose outcome differs from rank to rank, of which the slower ones never hear."""
     dense_target().save_pretrained(tmp_path)
-    results = run_on_two_ranks(late_case, tmp_path)
+    results = run_on_two_ranks(backend, late_case, tmp_path)
     assert [kind for kind, _ in results] == ["returned"] * 2, results
     assert results[0][1].shape == (1, 4) and torch.equal(results[0][1], results[1][1])

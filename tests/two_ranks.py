@@ -1,4 +1,4 @@
-"""Runs a function in two processes that talk over gloo, and gives back what each returned or raised."""
+"""Runs a function in two processes of one group, and gives back what each returned or raised."""
 
 import multiprocessing
 import os
@@ -14,9 +14,12 @@ import torch
 DEADLINE = 120
 
 
-def run_on_two_ranks(function, *args):
+def run_on_two_ranks(backend, function, *args):
     """
     Call `function(rank, *args)` in two forked processes, which have this one's modules and need no second import.
+
+    They talk over `backend`, `"gloo"` or `"nccl"`; with the latter each has a GPU of its own, which this process must
+    not have touched.
 
     Returns:
         `list`: Per rank `("returned", value)`, `("raised", "Type: message")` or `("hung", None)`.
@@ -28,7 +31,7 @@ def run_on_two_ranks(function, *args):
     processes, ends = [], []
     for rank in range(2):
         receiving, sending = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(rank, port, sending, function, args), daemon=True)
+        process = context.Process(target=_child, args=(rank, backend, port, sending, function, args), daemon=True)
         process.start()
         sending.close()
         processes.append(process)
@@ -49,13 +52,15 @@ def run_on_two_ranks(function, *args):
     return results
 
 
-def _child(rank, port, sending, function, args):
+def _child(rank, backend, port, sending, function, args):
     # Set before the host reads them.
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     try:
-        torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+        if backend == "nccl":
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group(backend, rank=rank, world_size=2)
         answer = "returned", function(rank, *args)
     except BaseException as error:
         traceback.print_exc()
