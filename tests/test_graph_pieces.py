@@ -34,7 +34,7 @@ class Graph:
     def __init__(self, device):
         self.device, self.work, self.pool = device, [], None
 
-    def capture_begin(self, pool=None):
+    def capture_begin(self, pool=None, capture_error_mode="global"):
         assert self.device.capturing is None, "two captures at once"
         self.device.capturing, self.pool = self, pool
 

@@ -15,6 +15,7 @@
 
 import contextlib
 import copy
+import threading
 
 import pytest
 import torch
@@ -152,6 +153,34 @@ def test_greedy_and_sampled_calls_share_the_round():
         assert torch.equal(torch.cuda.get_rng_state(), state)
     (kept,) = recorded(target, draft)
     assert len(kept._graphs) == 3
+
+
+def test_other_threads_go_on_while_a_round_is_recorded():
+    """Catches a recording that forbids the whole process to allocate or to wait for the device."""
+    target, draft = moved(t0(), half_right(t0()))
+    inputs = on_device({**left_pad(BATCHES["padded"]), "max_new_tokens": 20, "do_sample": False})
+    plain = target.generate(**inputs)
+    stop, failures, turns = threading.Event(), [], []
+
+    def busy():
+        try:
+            while not stop.is_set():
+                torch.cuda.empty_cache()
+                turns.append(torch.randn(1 << 20, device=DEVICE).sum().item())
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=busy)
+    thread.start()
+    try:
+        for _ in range(3):
+            static_round.release_static_rounds(target)
+            assert torch.equal(static(target, draft, **inputs), plain)
+            recorded(target, draft)
+    finally:
+        stop.set()
+        thread.join()
+    assert turns and not failures
 
 
 def test_compiled_forward():

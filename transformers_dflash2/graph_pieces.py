@@ -91,7 +91,8 @@ class PieceRecorder:
 
     def _begin(self) -> None:
         self._graph = self._new_graph()
-        self._graph.capture_begin(pool=self._pool)
+        # Other threads may allocate and wait for the device meanwhile.
+        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         self._graph.capture_end()
@@ -147,21 +148,6 @@ def capture_failure(module: nn.Module, inputs: torch.Tensor, new_graph: Callable
 
 
 @contextmanager
-def _refusing_synchronisation() -> Iterator[None]:
-    """
-    Raise where work waits for the device, which is what mostly keeps it from being captured.
-
-    Better found in a rehearsal: a capture that breaks off leaves more behind than a call that does.
-    """
-    mode = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-
-
-@contextmanager
 def _random_stream_kept() -> Iterator[None]:
     """
     Give the device's generator its state back after a capture that broke off.
@@ -201,9 +187,6 @@ def record_on_cuda(
     stream.wait_stream(current)
     with torch.cuda.stream(stream), _random_stream_kept():
         failure = None if head is None else capture_failure(head, head_inputs, torch.cuda.CUDAGraph)
-        if failure is None:
-            with _refusing_synchronisation():
-                call()
         recorder = PieceRecorder(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle())
         graph = recorder.record(call, outside=[] if failure is None else [head])
     current.wait_stream(stream)
