@@ -19,6 +19,7 @@ than its arithmetic. While the context is open
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
 * query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
 * `silu(gate) * up` runs as one kernel;
+* the projection of a drafter's convolution and the mix of its input side run as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the residual addition) is done in it.
@@ -56,7 +57,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from . import compat
 from .import_utils import unavailable_reason
 from .kernels.dispatch import ineligible_reason
-from .modeling_dflash2 import DFlash2Attention
+from .modeling_dflash2 import DFlash2Attention, DFlash2GroupedConv
 
 
 def _same_code(function: Callable, like: Callable) -> bool:
@@ -403,6 +404,17 @@ def _fused_draft_attention(
     return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
 
 
+def _fused_prepare(module: DFlash2GroupedConv, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = _weight_of(module.kernel_projection)
+    if weight is not None:
+        arguments, options = (hidden, weight, module.base_kernel[0]), {"group_size": module.group_size}
+        if ineligible_reason("conv_prepare", *arguments, **options) is None:
+            from .kernels import conv_prepare_triton
+
+            return conv_prepare_triton(*arguments, **options)
+    return type(module).prepare(module, hidden)
+
+
 def _fused_convolution(
     original: Callable,
     hidden_states: torch.Tensor,
@@ -427,7 +439,7 @@ def _convolving_files(models: tuple[nn.Module, ...]) -> list[ModuleType]:
 
 
 def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] | None:
-    """What takes a module's place, and what it is called in counts."""
+    """What takes the place of a module's forward, and what it is called in counts."""
     options = _norm_options(module)
     if options is not None:
         return "norm", partial(_fused_norm, module, options)
@@ -467,6 +479,10 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
                     kind, module.forward = stand_in
                     stack.callback(delattr, module, "forward")
                     counts[kind] += 1
+                elif isinstance(module, DFlash2GroupedConv):
+                    module.prepare = partial(_fused_prepare, module)
+                    stack.callback(delattr, module, "prepare")
+                    counts["grouped_conv"] += 1
             for file in _convolving_files(models):
                 original = file.causal_conv1d_fn
                 file.causal_conv1d_fn = partial(_fused_convolution, original)

@@ -51,7 +51,7 @@ LAUNCHERS = ("rms_norm", "gated_rms_norm", "short_conv", "silu_mul", "qk_norm_ro
 @pytest.fixture
 def launches(monkeypatch):
     """How often each launcher ran."""
-    counts = dict.fromkeys((*LAUNCHERS, "context_kv"), 0)
+    counts = dict.fromkeys((*LAUNCHERS, "context_kv", "conv_prepare", "skinny_linear"), 0)
     for name in counts:
         module = __import__(f"transformers_dflash2.kernels.{name}", fromlist=[name])
         original = getattr(module, f"{name}_triton")
@@ -263,6 +263,42 @@ def test_fused_drafter_equals_the_drafter(device, launches):
             outputs.append(draft(embeds, block, context).last_hidden_state)
     assert launches["qk_norm_rope"] == 2 and launches["silu_mul"] == 2
     assert relative_rms(outputs[1], outputs[0]) < FP32_RELATIVE_RMS
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "products"),
+    [
+        # Queries, keys and values at once, the output, gate and up at once, and down.
+        pytest.param(4, 8, id="joined"),
+        # Keys and values of 16 channels are less than a program's share.
+        pytest.param(2, 6, id="apart"),
+    ],
+)
+def test_half_types_stream_their_weights(device, launches, kv_heads, products):
+    """Catches a product of the wrong weights, an addition that is lost or done twice, and a kernel that never runs."""
+    torch.manual_seed(0)
+    target = random_weights(table_target(num_hidden_layers=2, num_key_value_heads=kv_heads)).half().to(device)
+    draft = random_drafter(target, target_layer_ids=[0, 1], num_key_value_heads=kv_heads).half().to(device)
+    ids, embeds = torch.randint(1, 30, (2, 9), device=device), torch.randn(1, 4, 32, device=device)
+
+    def run(target, draft, fused):
+        context, cache = StaticContext(draft, rows=1, capacity=12), DynamicCache(config=target.config)
+        options = {compat.CACHE_KEY: cache, "use_cache": True}
+        with torch.no_grad():
+            target(ids[:, :6], **options)
+            with fused_modules(target, draft) if fused else contextlib.nullcontext() as counts:
+                logits = target(ids[:, 6:], **options).logits
+                assert launches["skinny_linear"] == (products if fused else 0)
+                block = torch.arange(4, device=device)[None]
+                return (logits, draft(embeds.to(draft.dtype), block, context).last_hidden_state), counts
+
+    plain, _ = run(target, draft, fused=False)
+    actual, counts = run(target, draft, fused=True)
+    assert counts["grouped_conv"] == launches["conv_prepare"] == 2 * draft.config.num_hidden_layers
+    launches["skinny_linear"] = 0
+    exact, _ = run(target.double(), draft.double(), fused=False)
+    for mine, theirs, truth in zip(actual, plain, exact, strict=True):
+        assert relative_rms(mine, truth) <= 1.5 * relative_rms(theirs, truth) < 0.02
 
 
 def test_stacked_context_equals_the_layers(device, launches):
