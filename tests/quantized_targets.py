@@ -55,9 +55,10 @@ def require(name):
         pytest.skip(reason)
 
 
-def quantize(model, name):
+def quantize(model, name, dtype=None):
     """A quantised copy of a dense model, head included where it is not tied to the embedding."""
     require(name)
+    dtype = dtype or dtype_of(name)
     library, options = FORMATS[name]
     options = dict(options)
     is_draft = isinstance(model, DFlash2DraftModel)
@@ -67,7 +68,7 @@ def quantize(model, name):
             # It logs a cast to float16 on every call of an 8-bit layer.
             logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
             if "load_in_4bit" in options:
-                options["bnb_4bit_compute_dtype"] = dtype_of(name)
+                options["bnb_4bit_compute_dtype"] = dtype
             config = BitsAndBytesConfig(**options, llm_int8_skip_modules=dense)
         elif library == "torchao":
             import torchao.quantization
@@ -82,7 +83,7 @@ def quantize(model, name):
         if library != "compressed-tensors":
             model.save_pretrained(folder)
         load = DFlash2DraftModel if is_draft else AutoModelForCausalLM
-        return load.from_pretrained(folder, quantization_config=config, dtype=dtype_of(name))
+        return load.from_pretrained(folder, quantization_config=config, dtype=dtype)
 
 
 @functools.cache

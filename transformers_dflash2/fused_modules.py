@@ -22,12 +22,13 @@ than its arithmetic. While the context is open
 * the projection of a drafter's convolution and the mix of its input side run as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
-  follows them at once (`silu(gate) * up`, the residual addition) is done in it.
+  follows them at once (`silu(gate) * up`, the residual addition) is done in it;
+* at up to 64 rows, 4-bit layers of bitsandbytes run as one product that decodes their weights on the way.
 
-Quantised and wrapped projections are only ever called, and keep their own forward. A module is replaced where its
-class computes what the stand-in computes, which the bytecode of its `forward` tells (and that of the functions it
-calls); what the tensors of a call do not allow is left to the class. Kernels round less often than the host's modules,
-so half types agree within rounding.
+Other quantised projections, and wrapped ones, are only ever called, and keep their own forward. A module is replaced
+where its class computes what the stand-in computes, which the bytecode of its `forward` tells (and that of the
+functions it calls); what the tensors of a call do not allow is left to the class. Kernels round less often than the
+host's modules, so half types agree within rounding.
 
 The short convolution is a function of a host file, so its stand-in is seen by every model of that file, in every
 thread, for as long as the context is open. It computes the same for all of them, as a replaced module does.
@@ -268,8 +269,54 @@ def _product(
     return skinny_linear_triton(rows, *weights, **options).view(*x.shape[:-1], -1)
 
 
+def _is_linear_4bit(module: nn.Module) -> bool:
+    """Whether a module is a layer of bitsandbytes that does nothing but multiply with a 4-bit weight."""
+    library = getattr(sys.modules.get("bitsandbytes"), "nn", None)
+    return (
+        type(module) is getattr(library, "Linear4bit", None)
+        and module.bias is None
+        and _is_untouched(module)
+        and not compat.has_active_hooks(module)
+    )
+
+
+def _operands_4bit(linear: nn.Module, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]] | None:
+    """What `skinny_linear_4bit` takes of a layer; `None` where its forward sets something up, or casts its input."""
+    state = getattr(linear.weight, "quant_state", None)
+    if state is None or not linear.compute_type_is_set or linear.compute_dtype not in (None, x.dtype):
+        return None
+    # Stored for the library's kernels on CPUs, the transposed way, or with scales that it refuses itself.
+    is_other = getattr(state, "packing_format_for_cpu", False) or state.shape[-1] != x.shape[-1]
+    if is_other or (state.nested and state.state2.blocksize != 256):
+        return None
+    options = {
+        "block_size": state.blocksize,
+        "out_features": state.shape[0],
+        "nested": (state.state2.code, state.state2.absmax, state.offset) if state.nested else None,
+    }
+    # The bytes may be declared as numbers of another type, which sharding asks for.
+    return (linear.weight.data.view(torch.uint8).view(-1, 1), state.absmax, state.code), options
+
+
+def _linear_4bit(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """A 4-bit layer, and a residual addition after it."""
+    operands = _operands_4bit(linear, x)
+    if operands is not None:
+        tensors, options = operands
+        rows = x.reshape(-1, x.shape[-1])
+        options["residual"] = None if residual is None else residual.reshape(len(rows), -1)
+        if ineligible_reason("skinny_linear_4bit", rows, *tensors, **options) is None:
+            from .kernels import skinny_linear_4bit_triton
+
+            return skinny_linear_4bit_triton(rows, *tensors, **options).view(*x.shape[:-1], -1)
+    product = type(linear).forward(linear, x)
+    return product if residual is None else residual + product
+
+
 def _linear(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """A linear layer, and a residual addition after it."""
+    if getattr(linear.forward, "func", None) is _linear_4bit:
+        return linear.forward(x, residual)
     product = _product(x, linear, residual=residual)
     if product is None:
         product = linear(x) if residual is None else residual + linear(x)
@@ -447,6 +494,8 @@ def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] 
         return "gated_norm", partial(_fused_gated_norm, module)
     if _is_gated_silu(module):
         return "mlp", partial(_fused_mlp, module)
+    if _is_linear_4bit(module):
+        return "linear_4bit", partial(_linear_4bit, module)
     mixer = _mixer_of(module)
     if mixer is not None:
         options = _norm_options(module.post_attention_layernorm)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .short_conv import short_conv_triton
     from .silu_mul import silu_mul_triton
     from .skinny_linear import skinny_linear_triton
+    from .skinny_linear_4bit import skinny_linear_4bit_triton
     from .write_columns import write_columns_triton
 
 
@@ -57,6 +58,7 @@ __all__ = [
     "selector_walk_triton",
     "short_conv_triton",
     "silu_mul_triton",
+    "skinny_linear_4bit_triton",
     "skinny_linear_triton",
     "write_columns_triton",
 ]

@@ -159,7 +159,7 @@ def skinny_linear_ineligible_reason(
 
 
 @lru_cache
-def _device_limits(device: torch.device) -> tuple[int, int]:
+def device_limits(device: torch.device) -> tuple[int, int]:
     """Multiprocessors, and bytes of shared memory that a program may have."""
     if device.type != "cuda":
         return 1, 1 << 16
@@ -175,7 +175,7 @@ def _launch(device: torch.device, rows: int, in_features: int, out_features: int
     Measured on an H200, with weights of an 8B model. Where there is no second program for a multiprocessor, one has to
     have more bytes on their way.
     """
-    multiprocessors, shared_memory = _device_limits(device)
+    multiprocessors, shared_memory = device_limits(device)
     is_single_wave = out_features // 32 <= multiprocessors
     if rows <= 16:
         deep, wide, gated = (32, 256, 6, 4), (16, 128, 6, 2), (32, 128, 3, 4)
