@@ -15,6 +15,8 @@
 
 import copy
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -287,6 +289,20 @@ def host_v1():
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
     )
     return AutoModel.from_config(config)
+
+
+def test_quantised_rounds(capsys):
+    """Catches a column that is left empty, and a failing format that passes for a measured one."""
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "quantized_rounds.py"))
+    arguments = ["--shape", "tiny", "--device", "cpu", "--formats", "dense", "--context", "12", "--new-tokens", "17"]
+    (row,) = script["main"]([*arguments, "--repeats", "1"])["rows"]
+    assert (row["format"], row["head"], row["same"]) == ("dense", "Linear", True)
+    assert row["tokens_per_round"] == 4 and row["read_from"] == "calls"
+    for key in ("head_milliseconds", "round_milliseconds", "plain_step_milliseconds", "peak_gibibytes"):
+        assert row[key] > 0, key
+    assert script["table"]([row]) in capsys.readouterr().out
+    failed = {"format": "bnb-nf4", "failed": "no kernel"}
+    assert script["table"]([row, failed]).endswith("bnb-nf4: left out, no kernel")
 
 
 def test_command_on_a_real_pair(tmp_path):
