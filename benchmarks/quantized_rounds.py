@@ -77,7 +77,8 @@ def nf4(linear: nn.Linear) -> nn.Module:
     options = {"bias": False, "compute_dtype": linear.weight.dtype, "quant_type": "nf4", "device": "meta"}
     layer = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, **options)
     # The library quantises what it moves away from the CPU's memory, or moves within it.
-    weight = bitsandbytes.nn.Params4bit(linear.weight.cpu(), requires_grad=False, quant_type="nf4", module=layer)
+    dense = linear.weight.detach().cpu()
+    weight = bitsandbytes.nn.Params4bit(dense, requires_grad=False, quant_type="nf4", module=layer)
     layer.weight = weight.to(linear.weight.device)
     return layer.eval()
 
@@ -87,7 +88,7 @@ def int8(linear: nn.Linear) -> nn.Module:
 
     options = {"bias": False, "has_fp16_weights": False, "threshold": 6.0, "device": "meta"}
     layer = bitsandbytes.nn.Linear8bitLt(linear.in_features, linear.out_features, **options)
-    weight = bitsandbytes.nn.Int8Params(linear.weight.cpu(), requires_grad=False, has_fp16_weights=False)
+    weight = bitsandbytes.nn.Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
     layer.weight = weight.to(linear.weight.device)
     return layer.eval()
 
@@ -99,7 +100,7 @@ def fp8_kernel(target: nn.Module) -> None:
     with torch.device("meta"):
         replace_with_compressed_tensors_fp8_linear(target)
     for name in list(weights):
-        weight, layer = weights.pop(name).float(), target.get_submodule(name)
+        weight, layer = weights.pop(name).detach().float(), target.get_submodule(name)
         scale = weight.abs().amax(dim=1, keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
         layer.weight = nn.Parameter((weight / scale).to(torch.float8_e4m3fn), requires_grad=False)
         layer.weight_scale = nn.Parameter(scale.T.contiguous(), requires_grad=False)
