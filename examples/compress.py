@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers_dflash2.import_utils import require
 
 
-__all__ = ["GROUP_SIZE", "compress", "load_untied"]
+__all__ = ["GROUP_SIZE", "compress", "load_untied", "quantise"]
 
 # Weights that share a scale in 4-bit integer formats; it divides the sizes of small models too.
 GROUP_SIZE = 32
@@ -27,19 +27,32 @@ GROUP_SIZE = 32
 
 def compress(model: nn.Module, scheme: str, destination: Path, *, ignore: Sequence[str] = ()) -> None:
     """
-    Compress the linear layers of a model and save it: the head too, unless it is tied to the embedding. The model is
-    used up.
+    Compress the linear layers of a model and save it; the arguments but one are those of [`quantise`].
+
+    Args:
+        destination (`Path`):
+            Folder to write.
+    """
+    compressor = quantise(model, scheme, ignore=ignore)
+    model.save_pretrained(destination)
+    compressor.update_config(destination)
+
+
+def quantise(model: nn.Module, scheme: str, *, ignore: Sequence[str] = ()):
+    """
+    Compress the linear layers of a model in memory: the head too, unless it is tied to the embedding.
 
     Args:
         model ([`~transformers.PreTrainedModel`]):
-            A dense model.
+            A dense model; changed in place.
         scheme (`str`):
             Name of a preset of compressed-tensors: `"W8A8"`, `"FP8_DYNAMIC"`, `"W4A16"`, `"NVFP4A16"`.
-        destination (`Path`):
-            Folder to write.
         ignore (`Sequence[str]`, *optional*):
             Layers to leave dense, by name or by `"re:"` and a pattern. A drafter's are `"re:.*kernel_projection"` and
             `"re:.*hidden_projection"`.
+
+    Returns:
+        `compressed_tensors.compressors.ModelCompressor`: what knows the format.
     """
     require("compressed-tensors", "Compressing a model")
     from compressed_tensors.compressors import ModelCompressor
@@ -55,8 +68,7 @@ def compress(model: nn.Module, scheme: str, destination: Path, *, ignore: Sequen
             _round_to_nearest(module)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(destination)
-    compressor.update_config(destination)
+    return compressor
 
 
 @torch.no_grad()

@@ -13,19 +13,25 @@
 # limitations under the License.
 """The benchmark command on tiny shapes: what it counts, and that its synthetic models do what they promise."""
 
+import copy
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
 from generation_checks import t0
 from test_generate import text_tokenizer
-from transformers import AutoModel, MuseGlimmerAssistantConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MuseGlimmerAssistantConfig
 
+from transformers_dflash2 import compat
+from transformers_dflash2.benchmark import phases
 from transformers_dflash2.benchmark.__main__ import main, parse_arguments
 from transformers_dflash2.benchmark.contestants import NAMES, Workload, contestants, load_public
-from transformers_dflash2.benchmark.measure import pass_bytes, round_bytes
+from transformers_dflash2.benchmark.measure import copy_rate, pass_bytes, round_bytes
 from transformers_dflash2.benchmark.report import table
-from transformers_dflash2.benchmark.synthetic import SHAPES, plan_rounds, synthetic_pair
+from transformers_dflash2.benchmark.synthetic import DRAFTERS, SHAPES, plan_rounds, synthetic_pair, synthetic_pairs
 from transformers_dflash2.testing import table_drafter
 
 
@@ -82,8 +88,56 @@ def test_weights_alone_bring_about_the_acceptance(wanted, sampling):
     assert torch.equal(turns, pair.cycle)
 
 
-def test_synthetic_matrices_are_dense(pair):
+@pytest.mark.parametrize(
+    ("shape", "drafter", "wanted"),
+    [
+        pytest.param("tiny-hybrid", "dflash2", 2.5, id="hybrid-dflash2"),
+        pytest.param("tiny-hybrid", "dspark", 1.0, id="hybrid-dspark-none-accepted"),
+        pytest.param("tiny", "dspark", 2.5, id="dense-dspark"),
+        pytest.param("tiny", "dspark", 4.0, id="dense-dspark-long"),
+    ],
+)
+@pytest.mark.parametrize("tempo", ["dynamic", "static"])
+def test_hybrid_targets_and_dspark_have_the_acceptance_too(shape, drafter, wanted, tempo):
+    """Catches states that disturb the cycle, and a Markov table that the anchor's own row outbids."""
+    pair = synthetic_pair(SHAPES[shape], drafter=drafter, mean_accepted_length=wanted)
+    # Whole rounds only, and the first token comes from the prefill.
+    inputs, options = prompts(pair), {"max_new_tokens": 1 + 20, "do_sample": False}
+    drafted = pair.target.generate(inputs, assistant_model=pair.draft, cache_implementation=tempo, **options)
+    assert pair.draft.last_stats.mean_accepted_length == wanted
+    assert torch.equal(drafted, pair.target.generate(inputs, **options))
+
+
+def test_a_drafter_has_no_sizes_of_the_target_alone():
+    """Catches a drafter whose configuration describes linear attention, or whose rotary base is the target's."""
+    pairs = synthetic_pairs(SHAPES["tiny-hybrid"], DRAFTERS, mean_accepted_length=2.0, block=7)
+    assert pairs["dflash2"].target is pairs["dspark"].target
+    for pair in pairs.values():
+        assert not [key for key in pair.draft.config.to_dict() if key.startswith("linear_")]
+        assert pair.draft.config.block_size == 7
+        assert "partial_rotary_factor" not in pair.draft.config.rope_parameters
+    assert [pairs[name].draft.config.speculative_tokens for name in DRAFTERS] == [6, 7]
+
+
+def test_the_dense_shape_is_as_large_as_the_hybrid_one():
+    """Catches a comparison of round times between targets of different bytes."""
+    hybrid, dense = (parameter_count(SHAPES[name]) for name in ("qwen3.8-27b", "dense-27b"))
+    assert hybrid == pytest.approx(26.9e9, rel=0.01)
+    assert abs(dense - hybrid) <= (dense - parameter_count(SHAPES["dense-27b"], fewer=1)) / 2
+
+
+def parameter_count(shape, fewer=0):
+    sizes = copy.deepcopy({**shape.shared, **shape.target})
+    sizes["num_hidden_layers"] -= fewer
+    config = AutoConfig.for_model(shape.model_type, tie_word_embeddings=False, **sizes)
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+
+
+@pytest.mark.parametrize(("shape", "drafter"), [("tiny", "dflash2"), ("tiny-hybrid", "dspark")])
+def test_synthetic_matrices_are_dense(shape, drafter):
     """Catches products with zeros, which a GPU computes faster than others."""
+    pair = synthetic_pair(SHAPES[shape], drafter=drafter, mean_accepted_length=3.0)
     for model in (pair.target, pair.draft):
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and "base_kernel" not in name and "codebook" not in name:
@@ -106,6 +160,85 @@ def test_bytes_count_what_a_pass_reads(pair):
     assert round_bytes(pair.target, pair.draft, tokens=tokens, rows=rows) == (
         one_pass + draft_weights + table_bytes + context
     )
+
+
+def test_bytes_of_states_and_markov_tables():
+    """Catches keys and values of layers that have none, states that are free, and a table read once for all slots."""
+    pair = synthetic_pair(SHAPES["tiny-hybrid"], drafter="dspark", mean_accepted_length=3.0)
+    config, rows, tokens = pair.target.config, 3, 100
+    weights = sum(p.numel() * 4 for p in pair.target.parameters()) - config.vocab_size * config.hidden_size * 4
+    entry = 2 * config.num_key_value_heads * config.head_dim * 4
+    linear, full = (config.layer_types.count(kind) for kind in ("linear_attention", "full_attention"))
+    cache = compat.get_cache(pair.target(prompts(pair, rows), use_cache=True))
+    states = sum(state.nbytes for layer in compat.recurrent_layers(cache) for state in compat.layer_states(layer))
+    one_pass = pass_bytes(pair.target, tokens=tokens, rows=rows)
+    assert (linear, full) == (6, 2)
+    assert one_pass == weights + rows * tokens * entry * full + 2 * states
+    head = pair.draft.markov_head
+    draft_weights = sum(p.numel() * 4 for p in pair.draft.parameters()) - head.markov_w1.weight.nbytes
+    assert round_bytes(pair.target, pair.draft, tokens=tokens, rows=rows) == (
+        one_pass
+        + draft_weights
+        + (pair.draft.config.speculative_tokens - 1) * head.markov_w2.weight.nbytes
+        + pair.target.get_output_embeddings().weight.nbytes
+        + rows * (64 + tokens) * entry
+    )
+
+
+class CalledOperations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_copy_rate_is_that_of_a_kernel():
+    """Catches the copy engine's rate, to which a copy in a graph comes down."""
+    with CalledOperations() as called:
+        assert copy_rate(torch.device("cpu")) > 0
+    assert "add" in called.names and "copy_" not in called.names
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-hybrid"])
+def test_plain_step_computes_the_next_token(shape, monkeypatch):
+    """Catches a step that reads other entries or states than those the prompt has left."""
+    pair = synthetic_pair(SHAPES[shape], mean_accepted_length=3.0)
+    inputs, steps = prompts(pair, rows=3), []
+
+    class Probe(phases._PhaseProbe):
+        def _measure(self, tap):
+            with self.recording(self.phases(tap)):
+                step = self._plain_step()
+                steps.extend(step()[:3, -1].clone() for _ in range(2))
+
+    monkeypatch.setattr(phases, "_PhaseProbe", Probe)
+    phases.static_phases(pair.target, pair.draft, Workload([{"input_ids": inputs}], 1 + 1))
+    anchors = pair.cycle[:1].expand(3, 1)
+    expected = pair.target(torch.cat([inputs, anchors], dim=1)).logits[:, -1]
+    torch.testing.assert_close(steps[0], expected, atol=1e-4, rtol=0)
+    # What came before matters, and a recurrent state moves on, in place.
+    assert (expected - pair.target(anchors).logits[:, -1]).abs().max() > 0.05
+    assert torch.equal(*steps) == (shape == "tiny")
+
+
+def test_two_drafters_side_by_side():
+    """Catches results that do not tell their drafter, and a phase that only DFlash2 has."""
+    methods = ["--methods", "plain", "dynamic", "static"]
+    record = main(["--shape", "tiny-hybrid", "--drafter", "dspark", "dflash2", "--context", "12", *methods, *RUN])
+    found = [(result["method"], result["drafter"]) for result in record["results"]]
+    assert found == [("plain", None)] + [(tempo, name) for name in ("dspark", "dflash2") for tempo in methods[2:]]
+    assert all(result["identical_rows"] == 1 for result in record["results"][1:])
+    assert all(result["tokens_per_pass"] == 4 for result in record["results"][1:])
+    static = {
+        measured["drafter"]: measured["seconds"] for measured in record["phases"] if measured["method"] == "static"
+    }
+    common = {"commit", "draft", "verify", "accept", "round", "plain step"}
+    assert set(static["dspark"]) == common | {"draft: markov"}
+    assert set(static["dflash2"]) == common | {"draft: convolution", "draft: top-k", "draft: selector"}
+    assert "static, dspark, batch 1" in table(record)
 
 
 def test_command_on_a_shape(tmp_path, capsys):
@@ -158,6 +291,20 @@ def host_v1():
     return AutoModel.from_config(config)
 
 
+def test_quantised_rounds(capsys):
+    """Catches a column that is left empty, and a failing format that passes for a measured one."""
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / "quantized_rounds.py"))
+    arguments = ["--shape", "tiny", "--device", "cpu", "--formats", "dense", "--context", "12", "--new-tokens", "17"]
+    (row,) = script["main"]([*arguments, "--repeats", "1"])["rows"]
+    assert (row["format"], row["head"], row["same"]) == ("dense", "Linear", True)
+    assert row["tokens_per_round"] == 4 and row["read_from"] == "calls"
+    for key in ("head_milliseconds", "round_milliseconds", "plain_step_milliseconds", "peak_gibibytes"):
+        assert row[key] > 0, key
+    assert script["table"]([row]) in capsys.readouterr().out
+    failed = {"format": "bnb-nf4", "failed": "no kernel"}
+    assert script["table"]([row, failed]).endswith("bnb-nf4: left out, no kernel")
+
+
 def test_command_on_a_real_pair(tmp_path):
     """Catches folders that are not loaded, prompts that are not padded, and lookups that are not counted."""
     target = t0()
@@ -196,6 +343,7 @@ def test_plot(tmp_path):
         pytest.param([], "--shape", id="no-models"),
         pytest.param(["--shape", "tiny", "--target", "x"], "--shape", id="two-pairs"),
         pytest.param(["--target", "x"], "--draft", id="no-drafter"),
+        pytest.param(["--target", "x", "--draft", "y", "--drafter", "dspark"], "--shape", id="random-drafter"),
         pytest.param(["--shape", "tiny", "--block", "1"], "--block must be at least 2, got 1", id="block"),
         pytest.param(["--shape", "tiny", "--batch", "0"], "--batch must be at least 1, got 0", id="batch"),
         pytest.param(["--shape", "tiny", "--repeats", "0"], "--repeats must be at least 1, got 0", id="repeats"),

@@ -16,10 +16,11 @@ Compare decoding methods on one pair of models: one table on the terminal, one J
 
     python -m transformers_dflash2.benchmark --target T --draft D            # a real pair and its prompts
     python -m transformers_dflash2.benchmark --shape qwen3-8b --device cuda  # random weights, chosen acceptance
+    python -m transformers_dflash2.benchmark --shape qwen3-8b --drafter dflash2 dspark  # two drafters, one target
 
 `tokens/s` counts decoding, the prefill taken off; `first s` is a method's first call, with what it captures and
-compiles. `floor ms` is the time that the least bytes of a pass (of a round, with a drafter) take at the rate of a copy
-within the device's memory, and `same` counts rows whose ids are those of `plain`.
+compiles. `floor ms` is the time that the least bytes of a pass (of a round, with a drafter) take at the rate at which
+kernels read and write the device's memory, and `same` counts rows whose ids are those of `plain`.
 Phases of a round follow; those of the static tempo are readings of replayed graphs, see `phases.py`.
 """
 
@@ -41,7 +42,7 @@ from . import measure, report
 from .contestants import NAMES, Contestant, Workload, contestants, load_public
 from .phases import dynamic_phases, static_phases
 from .prompts import PROMPTS
-from .synthetic import SHAPES, synthetic_pair
+from .synthetic import DRAFTERS, SHAPES, synthetic_pairs
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -57,6 +58,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     pair.add_argument("--host-v1", help="folder or Hub id of a DFlash v1 drafter, for the host's own loop")
     pair.add_argument("--shape", choices=sorted(SHAPES), help="random weights of this shape instead of a real pair")
     pair.add_argument(
+        "--drafter",
+        nargs="+",
+        choices=DRAFTERS,
+        default=["dflash2"],
+        help="drafters of the shape, side by side (default: %(default)s)",
+    )
+    pair.add_argument(
         "--mean-accepted-length", type=float, default=4.0, help="tokens per round, with --shape (default: %(default)s)"
     )
     pair.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -68,7 +76,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument(
         "--prompts", type=int, default=len(PROMPTS), help="prompts of a real pair (default: %(default)s)"
     )
-    work.add_argument("--block", type=int, help="anchor and drafted tokens; the drafter's block by default")
+    work.add_argument(
+        "--block",
+        type=int,
+        help="block size, the drafter's own by default; DFlash2 counts the anchor in it, DSpark does not",
+    )
     work.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     work.add_argument("--methods", nargs="+", choices=NAMES, default=list(NAMES), metavar="METHOD", help=f"of {NAMES}")
     work.add_argument("--repeats", type=int, default=3, help="timed calls, fewer past --budget (default: %(default)s)")
@@ -83,6 +95,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("choose a real pair with --target and --draft, or random weights with --shape")
     if options.target is not None and options.draft is None:
         parser.error("--target needs --draft")
+    if options.target is not None and options.drafter != ["dflash2"]:
+        parser.error("--drafter chooses random drafters: pass --shape instead of --target")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     for name in ("new_tokens", "context", "prompts", "repeats"):
@@ -99,38 +113,49 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the comparison; returns the record."""
     options = parse_arguments(argv)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    # First, while the memory it takes is free.
+    rate = measure.copy_rate(device)
     if options.shape is not None:
-        pair = synthetic_pair(
+        pairs = synthetic_pairs(
             SHAPES[options.shape],
+            options.drafter,
             mean_accepted_length=options.mean_accepted_length,
             block=options.block,
             dtype=dtype,
             device=device,
         )
-        target, draft, name = pair.target, pair.draft, options.shape
+        drafters = {drafter: pair.draft for drafter, pair in pairs.items()}
+        pair = pairs[options.drafter[0]]
+        target, name, slots = pair.target, options.shape, None
         batches = {batch: [_random_prompts(pair, batch, options.context)] for batch in options.batch}
     else:
         target, draft, batches = _load_pair(options, device, dtype)
-        name = Path(options.target).name
-    slots = None if options.block is None else options.block - 1
-    models = {"host_v1": _load_host_v1(options, device, dtype), "public": None}
+        drafters = {draft.config.draft_family: draft}
+        name, slots = Path(options.target).name, None if options.block is None else options.block - 1
+    host_v1 = _load_host_v1(options, device, dtype)
+    public = {}
     if "public-dflash" in options.methods:
-        models["public"] = load_public(draft, options.draft)
-    rate = measure.copy_rate(device)
+        public = {drafter: load_public(draft, options.draft) for drafter, draft in drafters.items()}
+    first = next(iter(drafters))
     results, phases = [], []
     for batch, inputs in batches.items():
         workload = Workload(
             inputs, options.new_tokens, slots, options.temperature, repeats_itself=options.shape is not None
         )
         expected = None
-        for contestant in contestants(target, draft, workload, **models):
-            if contestant.name not in options.methods:
-                continue
-            result, sequences = _measure(contestant, target, draft, workload, options, rate, expected)
-            expected = sequences if contestant.name == "plain" else expected
-            results.append({"method": contestant.name, "batch": batch, **result})
-            _progress(results[-1])
-        phases += [{"batch": batch, **measured} for measured in _phases(target, draft, workload, options)]
+        for drafter, draft in drafters.items():
+            for contestant in contestants(target, draft, workload, host_v1=host_v1, public=public.get(drafter)):
+                takes_part = contestant.drafter is not None and contestant.drafter is not host_v1
+                # What these drafters are no part of is measured beside the first.
+                if contestant.name not in options.methods or not (takes_part or drafter == first):
+                    continue
+                result, sequences = _measure(contestant, target, draft, workload, options, rate, expected)
+                expected = sequences if contestant.name == "plain" else expected
+                named = {"method": contestant.name, "drafter": drafter if takes_part else None, "batch": batch}
+                results.append({**named, **result})
+                _progress(results[-1])
+            measured = _phases(target, draft, workload, options)
+            phases += [{"batch": batch, "drafter": drafter, **phase} for phase in measured]
     plain = {result["batch"]: result for result in results if result["method"] == "plain"}
     for result in results:
         if "skipped" not in result:
@@ -308,7 +333,7 @@ def _phases(target, draft, workload: Workload, options: argparse.Namespace) -> l
 
 def _progress(result: dict[str, Any]) -> None:
     what = result.get("skipped") or f"{result['seconds']:.2f} s for {result['tokens']} tokens"
-    print(f"{result['method']}, batch {result['batch']}: {what}", file=sys.stderr, flush=True)
+    print(f"{report.title(result)}: {what}", file=sys.stderr, flush=True)
 
 
 __all__ = ["main", "parse_arguments"]

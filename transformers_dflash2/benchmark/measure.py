@@ -78,11 +78,17 @@ def seconds_replayed(call: Callable[[], Any], device: torch.device, *, repeats: 
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second that a copy within the device's memory reads and writes, larger than its caches."""
-    source = torch.empty(2**30 if device.type == "cuda" else 2**26, dtype=torch.int8, device=device)
+    """
+    Bytes per second that a kernel reads and writes as it goes once through memory, in tensors larger than the caches.
+
+    The kernel adds a number. A plain copy becomes a node of the copy engine in a CUDA graph, which is slower: on an
+    H200 it reads 2.76 TB/s where kernels reach 4.25. It takes 8 GiB of a CUDA device's memory, so call it before the
+    models are built.
+    """
+    source = torch.zeros(2**30 if device.type == "cuda" else 2**24, device=device)
     target = torch.empty_like(source)
-    spent = seconds_replayed(lambda: target.copy_(source), device, repeats=10)
-    return 2 * source.numel() / spent
+    spent = seconds_replayed(lambda: torch.add(source, 1, out=target), device, repeats=10)
+    return 2 * source.nbytes / spent
 
 
 def _weight_bytes(model: torch.nn.Module, left_out: tuple[torch.Tensor, ...] = ()) -> int:
@@ -92,15 +98,27 @@ def _weight_bytes(model: torch.nn.Module, left_out: tuple[torch.Tensor, ...] = (
 
 def _context_bytes(model: torch.nn.Module, config: Any, tokens: int, rows: int) -> int:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    attending = [kind for kind in kinds if kind != "linear_attention"]
     window = getattr(config, "sliding_window", None)
-    visible = sum(min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in kinds)
+    visible = sum(min(tokens, window) if window and kind == "sliding_attention" else tokens for kind in attending)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * visible * rows * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    entries = 2 * visible * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    recurrent = len(kinds) - len(attending)
+    return rows * (entries + (recurrent * _state_bytes(model, config) if recurrent else 0))
+
+
+def _state_bytes(model: torch.nn.Module, config: Any) -> int:
+    """Of one row in one layer of linear attention: its state and its convolution's window, read and written."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    window = (2 * keys + values) * config.linear_conv_kernel_dim * model.dtype.itemsize
+    return 2 * (values * config.linear_key_head_dim * torch.float32.itemsize + window)
 
 
 def pass_bytes(target, *, tokens: int, rows: int) -> int:
     """
-    Least bytes that one pass of a target moves: its weights once, and the keys and values of `tokens` per row.
+    Least bytes that one pass of a target moves: its weights once, and per row the keys and values of `tokens` and the
+    states of linear attention, which are fp32.
 
     Embedding rows are gathered, not read as a whole; a tied table is read as the head.
     """
@@ -112,11 +130,17 @@ def pass_bytes(target, *, tokens: int, rows: int) -> int:
 
 def round_bytes(target, draft, *, tokens: int, rows: int) -> int:
     """Least bytes of one draft-and-verify round: both models, the head a second time, and both contexts."""
-    # Of the codebooks a few rows are gathered.
-    codebooks = tuple(value for name, value in draft.named_parameters() if "codebook" in name)
+    # A few rows are gathered of the codebooks, and of the Markov head's first table.
+    gathered = tuple(
+        value for name, value in draft.named_parameters() if "codebook" in name or name.endswith("markov_w1.weight")
+    )
+    markov = getattr(draft, "markov_head", None)
+    # Each slot goes through the second one, and waits for the token before.
+    again = 0 if markov is None else (draft.config.speculative_tokens - 1) * _weight_bytes(markov.markov_w2)
     return (
         pass_bytes(target, tokens=tokens, rows=rows)
-        + _weight_bytes(draft, codebooks)
+        + _weight_bytes(draft, gathered)
+        + again
         + _weight_bytes(target.get_output_embeddings())
         + _context_bytes(draft, draft.config, tokens, rows)
     )

@@ -16,7 +16,7 @@
 The static tempo is measured from within a call: a decoding object of the tempo's own class stops before its first
 round, plays each phase by itself on the buffers as they are, and then goes on. On CUDA every reading is that of a
 replayed graph. `round` is all phases in one graph, `plain step` one token of the target through the same buffers (not
-compiled), and the parts of `draft` that only DFlash2 has are read once more by themselves.
+compiled), and the parts of `draft` that only its family has are read once more by themselves.
 """
 
 import os
@@ -24,17 +24,46 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, LinearAttentionLayer
 
 from .. import compat
-from ..functional_dflash2 import top_candidates
+from ..functional_dflash2 import top_candidates, transform_unary
 from ..kernels.attention_interface import block_attention_lengths, use_block_attention
 from ..kernels.top_k import select_top_k
-from ..static_buffers import StaticTargetLayer
+from ..modeling_dspark import DSparkDraftModel
+from ..static_buffers import StaticRecurrentLayer, StaticTargetLayer
 from ..static_decoding import StaticDecoding
 from ..target import FeatureTap
 from .contestants import Workload
 from .measure import seconds_replayed
+
+
+class _MixedStepLayer(LinearAttentionLayer, StaticTargetLayer):
+    """A layer that holds states beside its keys and values, for steps of one token."""
+
+    def __init__(self, columns: torch.Tensor, layer):
+        LinearAttentionLayer.__init__(self, number_of_states=layer.number_of_states)
+        StaticTargetLayer.__init__(self, columns, layer.keys, layer.values)
+
+
+def _step_layer(columns: torch.Tensor, layer):
+    """
+    A layer of the host's kind for steps of one token: it shares keys and values with a round's layer, and moves a copy
+    of its states in place.
+    """
+    if not isinstance(layer, StaticRecurrentLayer):
+        return StaticTargetLayer(columns, layer.keys, layer.values)
+    is_mixed = isinstance(layer, StaticTargetLayer)
+    step = _MixedStepLayer(columns, layer) if is_mixed else LinearAttentionLayer(layer.number_of_states)
+    # A new layer takes what it gets first for that of a prompt, and copies it.
+    for index, state in layer.conv_states.items():
+        if state is not None:
+            step.update_conv_state(state, state_idx=index)
+    for index, state in layer.recurrent_states.items():
+        if state is not None:
+            step.update_recurrent_state(state, state_idx=index)
+    step.has_previous_state = dict(layer.has_previous_state)
+    return step
 
 
 class _PhaseProbe(StaticDecoding):
@@ -63,6 +92,8 @@ class _PhaseProbe(StaticDecoding):
                 phase()
 
         with self.recording(phases):
+            # A commit moves what a verified block has left behind.
+            whole_round()
             calls = {**phases, "round": whole_round, **self._parts()}
             if self.compile_options is None:
                 calls["plain step"] = self._plain_step()
@@ -75,7 +106,7 @@ class _PhaseProbe(StaticDecoding):
             tensor.copy_(value)
 
     def _parts(self) -> dict[str, Callable[[], Any]]:
-        """The convolutions, the choice of candidates and the selector, on inputs of the right shape."""
+        """What drafting has besides attention and feed-forward, on inputs of the right shape."""
         round_, draft = self.static_round, self.draft
         shape = (round_.rows, round_.block, draft.config.hidden_size)
         hidden = torch.randn(shape, device=self.device, dtype=draft.dtype)
@@ -86,22 +117,40 @@ class _PhaseProbe(StaticDecoding):
                 conv.finish(*conv.prepare(hidden))
 
         parts: dict[str, Callable[[], Any]] = {"draft: convolution": convolution} if convs else {}
-        selector = draft.candidate_selector
+        if isinstance(draft, DSparkDraftModel):
+            return {**parts, "draft: markov": self._markov(hidden[:, 1:])}
+        return {**parts, **self._selection(hidden[:, 1:])}
+
+    def _selection(self, hidden: torch.Tensor) -> dict[str, Callable[[], Any]]:
+        round_, selector = self.static_round, self.draft.candidate_selector
         if selector is None:
-            return parts
-        logits = self.adapter.logits(hidden[:, 1:], self.session.target_dtype)
-        top_k = draft.config.selector_top_k
+            return {}
+        logits = self.adapter.logits(hidden, self.session.target_dtype)
+        top_k = self.draft.config.selector_top_k
         unary, ids = top_candidates(logits, top_k=top_k)
         arguments = (unary, ids, round_.anchors, round_.draft_noise, round_.temperatures, round_.greedy_mask)
-        parts["draft: top-k"] = lambda: select_top_k(logits, top_k)
-        parts["draft: selector"] = lambda: selector.walk(hidden[:, 1:], *arguments)
-        return parts
+        return {
+            "draft: top-k": lambda: select_top_k(logits, top_k),
+            "draft: selector": lambda: selector.walk(hidden, *arguments),
+        }
 
-    def _plain_step(self) -> Callable[[], Any]:
+    def _markov(self, hidden: torch.Tensor) -> Callable[[], Any]:
+        round_, config = self.static_round, self.draft.config
+        ids = self.draft.target_ids(self.adapter.candidate_limit)
+        base = transform_unary(
+            self.adapter.logits(hidden, self.session.target_dtype)[..., : ids.numel()],
+            multiplier=config.output_multiplier,
+            softcap=config.final_logit_softcapping,
+        )
+        arguments = (ids.expand(base.shape), round_.anchors, round_.draft_noise, round_.temperatures)
+        return lambda: self.draft.markov_head(hidden, base, *arguments, round_.greedy_mask)
+
+    def _plain_step(self) -> Callable[[], torch.Tensor]:
+        """One token of the target behind the anchors; returns its scores."""
         round_ = self.static_round
         columns = round_.lengths[:, None].clone()
-        layers = [StaticTargetLayer(columns, layer.keys, layer.values) for layer in round_.cache.layers]
-        kwargs = {**self._verify_kwargs, compat.CACHE_KEY: Cache(layers=layers)}
+        kwargs = {**self._verify_kwargs}
+        kwargs[compat.CACHE_KEY] = Cache(layers=[_step_layer(columns, layer) for layer in round_.cache.layers])
         kwargs["position_ids"] = round_.position_base + columns
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = 1
@@ -109,7 +158,9 @@ class _PhaseProbe(StaticDecoding):
 
         def step():
             with use_block_attention(self.target), block_attention_lengths(round_.lengths):
-                self.target(**inputs, return_dict=True).logits.argmax(dim=-1)
+                logits = self.target(**inputs, return_dict=True).logits
+            logits.argmax(dim=-1)
+            return logits
 
         return step
 

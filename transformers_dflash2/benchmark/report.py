@@ -18,6 +18,7 @@ from typing import Any
 
 _COLUMNS = (
     ("method", "method", "{}"),
+    ("drafter", "drafter", "{}"),
     ("batch", "batch", "{}"),
     ("tokens/s", "tokens_per_second", "{:.1f}"),
     ("x plain", "over_plain", "{:.2f}"),
@@ -28,6 +29,12 @@ _COLUMNS = (
     ("GiB", "peak_gibibytes", "{:.2f}"),
     ("same", "identical_rows", "{}"),
 )
+
+
+def title(entry: dict[str, Any], *, with_batch: bool = True) -> str:
+    """How a result or a list of phases is called in a line of its own."""
+    parts = [entry["method"], entry["drafter"], f"batch {entry['batch']}" if with_batch else None]
+    return ", ".join(part for part in parts if part is not None)
 
 
 def table(record: dict[str, Any]) -> str:
@@ -43,10 +50,10 @@ def table(record: dict[str, Any]) -> str:
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     for result in record["results"]:
         if "skipped" in result:
-            lines.append(f"{result['method']}, batch {result['batch']}: left out, {result['skipped']}")
+            lines.append(f"{title(result)}: left out, {result['skipped']}")
     for phases in record["phases"]:
         parts = ", ".join(f"{name} {value * 1e3:.3f}" for name, value in phases["seconds"].items())
-        lines.append(f"batch {phases['batch']}, {phases['method']}, ms of a round by phase: {parts}")
+        lines.append(f"{title(phases)}, ms of a round by phase: {parts}")
         for kernel in phases["kernels"]:
             lines.append(
                 f"  {kernel['microseconds']:9.1f} us {kernel['launches']:6.1f} launches  {kernel['name'][:90]}"
@@ -72,7 +79,8 @@ def plot(record: dict[str, Any], path: str) -> None:
     figure, axes = pyplot.subplots(len(batches), 1, figsize=(8, 1 + 2 * len(batches)), squeeze=False)
     for axis, batch in zip(axes[:, 0], batches, strict=True):
         bars = [result for result in results if result["batch"] == batch]
-        axis.barh([bar["method"] for bar in bars], [bar["tokens_per_second"] for bar in bars], color="#3b6ea5")
+        names = [title(bar, with_batch=False) for bar in bars]
+        axis.barh(names, [bar["tokens_per_second"] for bar in bars], color="#3b6ea5")
         axis.invert_yaxis()
         axis.set_xlabel("tokens per second")
         axis.set_title(f"{record['workload']['name']}, batch {batch}, {record['environment']['device']}", fontsize=9)
@@ -81,4 +89,4 @@ def plot(record: dict[str, Any], path: str) -> None:
     pyplot.close(figure)
 
 
-__all__ = ["plot", "table"]
+__all__ = ["plot", "table", "title"]

@@ -20,13 +20,15 @@ meets the same acceptance.
 The target mostly says `successor[last token]`: its head holds the embedding of the predecessor of each token, and what
 attention and feed-forward add to the residual stream is small. The prompt ends on a cycle of a few tokens, so the text
 goes round it. The drafter's mask embedding is the mean of the cycle's embeddings, which makes the cycle its candidate
-set; its codebooks give each token its successor, except at chosen places, where they give a wrong one. A block is
-accepted up to the first such place. All matrices hold dense random numbers, so every product costs what it would in a
-trained model.
+set; its codebooks (or Markov tables) give each token its successor, except at chosen places, where they give a wrong
+one. A block is accepted up to the first such place. All matrices hold dense random numbers, so every product costs
+what it would in a trained model.
 
 Such a text repeats itself. Methods that copy from the text (prompt lookup) would look better than they are on it.
 """
 
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..configuration_dflash2 import DFlash2Config
+from ..configuration_dspark import DSparkConfig
 from ..modeling_dflash2 import DFlash2DraftModel
+from ..modeling_dspark import DSparkDraftModel
 
 
 # Norm of what all layers together add to a residual stream of norm 1.
@@ -42,75 +46,123 @@ _MIX = 0.05
 # The target's score of the successor over other tokens, and the drafter's.
 _TARGET_MARGIN = 30.0
 _DRAFT_MARGIN = 30.0
+# What a Markov table adds for the token that is to be proposed. The anchor's own row scores the right one as the
+# target does, and has to be outbid.
+_MARKOV_MARGIN = 100.0
+# Most tokens of the cycle.
+_CYCLE = 16
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a target and of a drafter that differ from the target's."""
+    """
+    Sizes of a target and its drafter, as arguments of their configurations.
+
+    Args:
+        model_type (`str`): The target's.
+        shared (`dict`): What both have.
+        target (`dict`): What the target has besides, or otherwise than its drafter.
+        draft (`dict`): The same for the drafter's layers and block.
+    """
 
     model_type: str
+    shared: dict[str, Any]
     target: dict[str, Any]
     draft: dict[str, Any]
 
 
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, *, draft_layers: int = 5) -> Shape:
-    return Shape(
-        "qwen3",
-        {
-            "vocab_size": 151936,
-            "hidden_size": hidden,
-            "intermediate_size": intermediate,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        },
-        {
-            "num_hidden_layers": draft_layers,
-            "sliding_window": 2048,
-            "layer_types": ["sliding_attention"] * draft_layers,
-            "block_size": 8,
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 256,
-            "selector_top_k": 16,
-        },
-    )
+def _sizes(vocab: int, hidden: int, intermediate: int, positions: int) -> dict[str, int]:
+    return {
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "max_position_embeddings": positions,
+    }
 
+
+def _attention(heads: int, key_value_heads: int, head_dim: int, theta: float, **rope: float) -> dict[str, Any]:
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value_heads,
+        "head_dim": head_dim,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta, **rope},
+    }
+
+
+def _linear_attention(key_heads: int, value_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": head_dim,
+    }
+
+
+def _sliding(layers: int) -> dict[str, Any]:
+    """The drafter's layers and block, as in published drafters."""
+    return {
+        "num_hidden_layers": layers,
+        "sliding_window": 2048,
+        "layer_types": ["sliding_attention"] * layers,
+        "block_size": 8,
+    }
+
+
+def _qwen3(hidden: int, intermediate: int, layers: int, heads: int) -> Shape:
+    shared = _sizes(151936, hidden, intermediate, 131072) | _attention(heads, 8, 128, 1e6)
+    return Shape("qwen3", shared, {"num_hidden_layers": layers}, _sliding(5))
+
+
+_SHARED_27B = _sizes(248320, 5120, 17408, 262144)
+_DRAFT_27B = {**_sliding(5), **_attention(32, 8, 128, 1e7), "target_layer_ids": [5, 19, 33, 47, 61]}
+_SHARED_TINY = _sizes(96, 128, 192, 4096)
+_ATTENTION_TINY = _attention(4, 2, 32, 1e4)
+_DRAFT_TINY = {
+    "num_hidden_layers": 2,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "block_size": 8,
+    **_ATTENTION_TINY,
+}
 
 SHAPES = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64),
-    # Runs on a CPU in seconds.
-    "tiny": Shape(
-        "qwen3",
+    # Linear attention, and full attention in every fourth layer.
+    "qwen3.8-27b": Shape(
+        "qwen3_5_text",
+        _SHARED_27B,
         {
-            "vocab_size": 96,
-            "hidden_size": 128,
-            "intermediate_size": 192,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 32,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "num_hidden_layers": 64,
+            **_attention(24, 4, 256, 1e7, partial_rotary_factor=0.25),
+            **_linear_attention(16, 48, 128),
         },
-        {
-            "num_hidden_layers": 2,
-            "sliding_window": 64,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "block_size": 8,
-            "conv_kernel_size": 2,
-            "conv_group_size": 16,
-            "selector_rank": 64,
-            "selector_top_k": 16,
-        },
+        _DRAFT_27B,
+    ),
+    # As many parameters to half a layer, full attention throughout; layers as in Qwen3-14B, which is as wide.
+    "dense-27b": Shape("qwen3", _SHARED_27B, {"num_hidden_layers": 74, **_attention(40, 8, 128, 1e6)}, _DRAFT_27B),
+    # These run on a CPU in seconds.
+    "tiny": Shape("qwen3", _SHARED_TINY, {"num_hidden_layers": 6, **_ATTENTION_TINY}, _DRAFT_TINY),
+    "tiny-hybrid": Shape(
+        "qwen3_5_text",
+        _SHARED_TINY,
+        {"num_hidden_layers": 8, **_ATTENTION_TINY, **_linear_attention(2, 4, 32)},
+        _DRAFT_TINY,
     ),
 }
+
+# What each family of drafters has on top of a shape: model, configuration and its settings.
+_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "dflash2": (
+        DFlash2DraftModel,
+        DFlash2Config,
+        {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
+    ),
+    "dspark": (DSparkDraftModel, DSparkConfig, {"markov_rank": 256, "markov_head_type": "vanilla"}),
+}
+DRAFTERS = tuple(_FAMILIES)
 
 
 @dataclass
@@ -156,48 +208,90 @@ def plan_rounds(mean_accepted_length: float, *, block: int, tokens: int) -> list
     return [end - start for start, end in zip([0, *ends], ends, strict=False)]
 
 
+def synthetic_pair(shape: Shape, *, drafter: str = "dflash2", **options) -> SyntheticPair:
+    """
+    Build a target and one drafter; see [`synthetic_pairs`].
+
+    Args:
+        shape ([`Shape`]): The sizes.
+        drafter (`str`, *optional*, defaults to `"dflash2"`): One of `DRAFTERS`.
+        options (`dict`, *optional*): As for [`synthetic_pairs`].
+    """
+    return synthetic_pairs(shape, [drafter], **options)[drafter]
+
+
 @torch.no_grad()
-def synthetic_pair(
+def synthetic_pairs(
     shape: Shape,
+    drafters: Sequence[str],
     *,
     mean_accepted_length: float,
     block: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     seed: int = 0,
-) -> SyntheticPair:
+) -> dict[str, SyntheticPair]:
     """
-    Build a target and a drafter of a shape.
+    Build a target of a shape, and drafters that propose the same tokens for it.
 
     Args:
         shape ([`Shape`]): The sizes.
+        drafters (`Sequence[str]`): Names out of `DRAFTERS`.
         mean_accepted_length (`float`): Tokens per round, the target's own included.
-        block (`int`, *optional*): Block length, anchor included; the shape's by default.
-        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of both models.
+        block (`int`, *optional*): The drafters' `block_size`, the shape's by default. DFlash2 counts the anchor in it,
+            DSpark only what is proposed.
+        dtype (`torch.dtype`, *optional*, defaults to `torch.float32`): Of all models.
         device (`torch.device`, *optional*, defaults to `"cpu"`): Where they are built.
         seed (`int`, *optional*, defaults to 0): Seed of the weights.
+
+    Returns:
+        `dict[str, SyntheticPair]`: one pair per drafter, all with the same target.
 
     Raises:
         `ValueError`: The acceptance cannot be had with this block.
     """
-    block = shape.draft["block_size"] if block is None else block
-    top_k, vocab = shape.draft["selector_top_k"], shape.target["vocab_size"]
-    rounds = plan_rounds(mean_accepted_length, block=block, tokens=top_k)
+    mask = shape.shared["vocab_size"] - 1
+    configs = {name: _draft_config(shape, name, block, mask) for name in dict.fromkeys(drafters)}
+    longest = min(config.speculative_tokens for config in configs.values()) + 1
+    rounds = plan_rounds(mean_accepted_length, block=longest, tokens=_CYCLE)
     generator = torch.Generator(device=device).manual_seed(seed)
     target = _random_target(shape, dtype, device, generator)
-    mask = vocab - 1
-    successor, cycle = _successors(vocab, sum(rounds), mask, generator)
+    successor, cycle = _successors(mask + 1, sum(rounds), mask, generator)
     _write_table(target, successor, cycle, mask, generator)
-    draft = _random_drafter(shape, target, block, mask, generator)
-    drafted = successor.clone()
-    position = 0
-    for count in rounds:
-        position += count
-        if count < block:
-            # The token after the right one.
-            drafted[cycle[position - 1]] = cycle[(position + 1) % len(cycle)]
-    _write_walk(draft, target, drafted, cycle, mask, generator)
-    return SyntheticPair(target, draft, cycle.cpu(), sum(rounds) / len(rounds))
+    pairs = {}
+    for name, config in configs.items():
+        with torch.device(target.device):
+            draft = _FAMILIES[name][0](config).to(target.dtype).eval()
+        _fill([draft], config.num_hidden_layers, generator)
+        drafted = _drafted(successor, cycle, rounds, config.speculative_tokens)
+        if name == "dspark":
+            _write_markov(draft, drafted, cycle, generator)
+        else:
+            _write_walk(draft, target, drafted, cycle, mask, generator)
+        pairs[name] = SyntheticPair(target, draft, cycle.cpu(), sum(rounds) / len(rounds))
+    return pairs
+
+
+def _draft_config(shape: Shape, drafter: str, block: int | None, mask: int) -> DFlash2Config:
+    model_class, config_class, settings = _FAMILIES[drafter]
+    depth, taps = shape.target["num_hidden_layers"], shape.draft["num_hidden_layers"]
+    values = {
+        "architectures": [model_class.__name__],
+        "num_target_layers": depth,
+        # Spread over the target as in published drafters.
+        "target_layer_ids": [round(1 + index * (depth - 4) / (taps - 1)) for index in range(taps)],
+        "mask_token_id": mask,
+        "is_causal": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        # Configurations write into what they are given.
+        **copy.deepcopy({**shape.shared, **shape.draft}),
+        **settings,
+    }
+    if block is not None:
+        values["block_size"] = block
+    return config_class(**values)
 
 
 def _random_target(shape: Shape, dtype, device, generator) -> PreTrainedModel:
@@ -207,7 +301,7 @@ def _random_target(shape: Shape, dtype, device, generator) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
-        **shape.target,
+        **copy.deepcopy({**shape.shared, **shape.target}),
     )
     with torch.device(device):
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
@@ -217,24 +311,16 @@ def _random_target(shape: Shape, dtype, device, generator) -> PreTrainedModel:
     return target
 
 
-def _random_drafter(shape: Shape, target, block: int, mask: int, generator) -> DFlash2DraftModel:
-    depth, taps = shape.target["num_hidden_layers"], shape.draft["num_hidden_layers"]
-    config = DFlash2Config(
-        architectures=["DFlash2DraftModel"],
-        num_target_layers=depth,
-        # Spread over the target as in published drafters.
-        target_layer_ids=[round(1 + index * (depth - 4) / (taps - 1)) for index in range(taps)],
-        mask_token_id=mask,
-        is_causal=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **{**shape.target, **shape.draft, "block_size": block},
-    )
-    with torch.device(target.device):
-        draft = DFlash2DraftModel(config).to(target.dtype).eval()
-    _fill([draft], config.num_hidden_layers, generator)
-    return draft
+def _drafted(successor, cycle, rounds: list[int], slots: int) -> torch.Tensor:
+    """The token that a drafter proposes behind each token, the right one but where a round is to end."""
+    drafted = successor.clone()
+    position = 0
+    for count in rounds:
+        position += count
+        if count <= slots:
+            # The token after the right one.
+            drafted[cycle[position - 1]] = cycle[(position + 1) % len(cycle)]
+    return drafted
 
 
 def _fill(modules, layers: int, generator) -> None:
@@ -244,7 +330,7 @@ def _fill(modules, layers: int, generator) -> None:
             if parameter.ndim < 2 or name.endswith("base_kernel"):
                 continue
             std = parameter.shape[-1] ** -0.5
-            if "o_proj" in name or "down_proj" in name:
+            if any(part in name for part in ("o_proj", "out_proj", "down_proj")):
                 std *= _MIX * (2 * layers) ** -0.5
             elif "kernel_projection" in name:
                 std *= _MIX
@@ -297,4 +383,14 @@ def _write_walk(draft, target, drafted, cycle, mask: int, generator) -> None:
     selector.successor_codebook[cycle] = rows.to(draft.dtype)
 
 
-__all__ = ["SHAPES", "Shape", "SyntheticPair", "plan_rounds", "synthetic_pair"]
+def _write_markov(draft, drafted, cycle, generator) -> None:
+    predecessor, successor = draft.markov_head.markov_w1.weight, draft.markov_head.markov_w2.weight
+    codes = torch.empty(len(cycle), draft.config.markov_rank, device=cycle.device)
+    torch.nn.init.orthogonal_(codes, generator=generator)
+    predecessor[cycle] = (_MARKOV_MARGIN * codes).to(draft.dtype)
+    # Several tokens may propose the same one: its row answers to all of them.
+    for code, token in zip(codes, cycle, strict=True):
+        successor[drafted[token]] += code.to(draft.dtype)
+
+
+__all__ = ["DRAFTERS", "SHAPES", "Shape", "SyntheticPair", "plan_rounds", "synthetic_pair", "synthetic_pairs"]
