@@ -976,12 +976,12 @@ class _PhaseTimer:
 
     def __init__(self, stats: DFlash2Stats, device: torch.device):
         self._seconds = stats.phase_seconds
-        self._enabled = os.environ.get("TRANSFORMERS_DFLASH2_TIMING", "0") == "1"
+        self.enabled = os.environ.get("TRANSFORMERS_DFLASH2_TIMING", "0") == "1"
         self._wait: Callable[[], None] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
 
     @contextmanager
     def __call__(self, phase: str):
-        if not self._enabled:
+        if not self.enabled:
             yield
             return
         self._wait()

@@ -36,6 +36,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from . import compat
 from .fused_modules import fused_modules, skinny_linears
@@ -77,6 +78,12 @@ class StaticDecoding(SpeculativeDecoding):
         # Runs the target on a block.
         self._forward = self.target
         self.static_round: StaticRound | None = None
+        # Whether the device has been given the round that comes next.
+        self._is_ahead = False
+        # The accepted tokens alone tell how these rules will decide. A timer has to see one round at a time.
+        self._looks_ahead = not self._timer.enabled and all(
+            type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in self.criteria
+        )
         # What is accepted inside the recording; `None` accepts as the dynamic tempo does.
         self._accept_key = None
         if self.mode == "block" and not self._wants_steps:
@@ -197,7 +204,30 @@ class StaticDecoding(SpeculativeDecoding):
         if round_ is None:
             super()._round(tap)
             return
-        phases = self.phases(tap)
+        if not self._is_ahead:
+            self._launch(tap)
+        self._is_ahead = False
+        with self._timer("accept"):
+            if self._accept_key is not None:
+                # The round's one read of device memory by the host.
+                self._decision = round_.decision[: self.batch_size].to("cpu", copy=True)
+                self._committed = round_.committed[: self.batch_size].clone()
+                if self._goes_on(self._decision.tolist()):
+                    # The device works on the next round while the host looks through this one.
+                    self._launch(tap)
+                    self._is_ahead = True
+            self._kept = self._accept(self._verified())
+        self.committed = [length + count for length, count in zip(self.committed, self._kept, strict=True)]
+        self.columns = [length + count for length, count in zip(self.columns, self._kept, strict=True)]
+        if self._active != [not done for done in self.finished]:
+            self._stage_active()
+            # A row that is done may have kept less than was accepted.
+            round_.counts[: self.batch_size] = torch.tensor(self._kept, device=self.device)
+        self._emit()
+
+    def _launch(self, tap: FeatureTap) -> None:
+        """Give a round to the device, up to what the host has to read."""
+        round_, phases = self.static_round, self.phases(tap)
         with self._timer("draft and verify"):
             if self._accept_key is None:
                 round_.counts[: self.batch_size] = torch.tensor(self._kept, device=self.device)
@@ -220,17 +250,24 @@ class StaticDecoding(SpeculativeDecoding):
                 during_capture=lambda: self.recording(phases),
             )
             self.stats.target_passes += 1
-        with self._timer("accept"):
-            if self._accept_key is not None:
+        if self._accept_key is not None:
+            with self._timer("accept"):
                 round_.play(self._accept_key, phases["accept"], record=self.record)
-            self._kept = self._accept(self._verified())
-        self.committed = [length + count for length, count in zip(self.committed, self._kept, strict=True)]
-        self.columns = [length + count for length, count in zip(self.columns, self._kept, strict=True)]
-        if self._active != [not done for done in self.finished]:
-            self._stage_active()
-            # A row that is done may have kept less than was accepted.
-            round_.counts[: self.batch_size] = torch.tensor(self._kept, device=self.device)
-        self._emit()
+
+    def _goes_on(self, decided: list[list[int]]) -> bool:
+        """
+        Whether a round that was decided so leaves every row as it is, unfinished rows unfinished: then the next round
+        is certain, and what it starts from is on the device already.
+        """
+        if not self._looks_ahead:
+            return False
+        for row, (count, bonus, _, *drafted) in enumerate(decided):
+            if self.finished[row]:
+                continue
+            reaches = self.prompt_columns + self.new[row] + count + 1
+            if bonus < 0 or reaches >= self.max_length or not self._end_tokens.isdisjoint((*drafted[:count], bonus)):
+                return False
+        return True
 
     @contextmanager
     def recording(self, phases: dict[str, Any]) -> Iterator[None]:
@@ -284,13 +321,13 @@ class StaticDecoding(SpeculativeDecoding):
 
     def _decide_block(self, verified: VerifiedBlock, scores: torch.Tensor) -> torch.Tensor:
         if self._accepts_inside(verified):
-            return self.static_round.decision[: self.batch_size]
+            return self._decision
         return super()._decide_block(verified, scores)
 
     def _committed_block(self, decision: torch.Tensor) -> torch.Tensor:
         # A decision without drafted tokens is that of the prefill.
         if self._accept_key is not None and decision.shape[1] > 2:
-            return self.static_round.committed[: self.batch_size]
+            return self._committed
         return super()._committed_block(decision)
 
     # ------------------------------------------------------------------------------------------- out of the buffers
