@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
@@ -246,7 +246,7 @@ def _weight_of(linear: nn.Module) -> torch.Tensor | None:
         type(linear) is nn.Linear
         and linear.bias is None
         and type(linear.weight) is nn.Parameter
-        and _is_untouched(linear)
+        and (_is_untouched(linear) or getattr(linear.forward, "func", None) is _dense_linear)
         and not compat.has_active_hooks(linear)
     )
     return linear.weight if is_plain else None
@@ -267,6 +267,11 @@ def _product(
     from .kernels import skinny_linear_triton
 
     return skinny_linear_triton(rows, *weights, **options).view(*x.shape[:-1], -1)
+
+
+def _dense_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    product = _product(x, linear)
+    return nn.Linear.forward(linear, x) if product is None else product
 
 
 def _is_linear_4bit(module: nn.Module) -> bool:
@@ -496,6 +501,9 @@ def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] 
         return "mlp", partial(_fused_mlp, module)
     if _is_linear_4bit(module):
         return "linear_4bit", partial(_linear_4bit, module)
+    weight = _weight_of(module)
+    if weight is not None and weight.dtype.itemsize == 2:
+        return "linear", partial(_dense_linear, module)
     mixer = _mixer_of(module)
     if mixer is not None:
         options = _norm_options(module.post_attention_layernorm)
@@ -522,7 +530,11 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
     with ExitStack() as stack:
         if unavailable_reason("triton") is None:
             # Kinds are told from untouched modules, so all are looked at before any is replaced.
-            found = [(module, _stand_in(module, tables)) for model in models for module in model.modules()]
+            modules = [module for model in models for module in model.modules()]
+            # A head is wide enough for the library's product.
+            heads = [model.get_output_embeddings() for model in models if isinstance(model, PreTrainedModel)]
+            dense_heads = {id(head) for head in heads if type(head) is nn.Linear}
+            found = [(module, _stand_in(module, tables)) for module in modules if id(module) not in dense_heads]
             for module, stand_in in found:
                 if stand_in is not None:
                     kind, module.forward = stand_in

@@ -91,8 +91,9 @@ class PieceRecorder:
 
     def _begin(self) -> None:
         self._graph = self._new_graph()
-        # Other threads may allocate and wait for the device meanwhile.
-        self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        # Other threads may allocate, wait for the device and draw random numbers meanwhile.
+        with _generator_left_out():
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         self._graph.capture_end()
@@ -134,8 +135,7 @@ def capture_failure(module: nn.Module, inputs: torch.Tensor, new_graph: Callable
         # What a first call sets up does not belong into a graph.
         module(inputs)
         try:
-            with _random_stream_kept():
-                PieceRecorder(new_graph).record(lambda: module(inputs))
+            PieceRecorder(new_graph).record(lambda: module(inputs))
             _capture_failures[module] = None
         except RuntimeError as error:
             _capture_failures[module] = str(error).splitlines()[0]
@@ -148,22 +148,23 @@ def capture_failure(module: nn.Module, inputs: torch.Tensor, new_graph: Callable
 
 
 @contextmanager
-def _random_stream_kept() -> Iterator[None]:
+def _generator_left_out() -> Iterator[None]:
     """
-    Give the device's generator its state back after a capture that broke off.
+    Let a capture that begins in this context take a copy of the device's generator.
 
-    Otherwise it goes on taking itself for a part of the graph, and refuses every later draw.
+    A generator that takes part in a capture refuses draws outside of it: those of other threads, and for ever those of
+    everybody after a capture that broke off. What is recorded here draws nothing.
     """
     if not torch.cuda.is_available():
         yield
         return
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    state = generator.clone_state()
+    own = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(generator.clone_state())
     try:
         yield
-    except BaseException:
-        generator.graphsafe_set_state(state)
-        raise
+    finally:
+        generator.graphsafe_set_state(own)
 
 
 def record_on_cuda(
@@ -185,7 +186,7 @@ def record_on_cuda(
     torch.cuda.empty_cache()
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
     stream.wait_stream(current)
-    with torch.cuda.stream(stream), _random_stream_kept():
+    with torch.cuda.stream(stream):
         failure = None if head is None else capture_failure(head, head_inputs, torch.cuda.CUDAGraph)
         recorder = PieceRecorder(torch.cuda.CUDAGraph, torch.cuda.graph_pool_handle())
         graph = recorder.record(call, outside=[] if failure is None else [head])

@@ -75,9 +75,14 @@ def _conv_prepare_kernel(
     inputs = hidden_ptr + row[:, None] * hidden_stride + step[None, :]
     sums = tl.zeros((ROWS, COEFFICIENTS), tl.float32)
     for start in range(0, HIDDEN_SIZE, BLOCK_IN):
-        inside = start + step < HIDDEN_SIZE
-        hidden = tl.load(inputs + start, mask=is_row[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weights + start, mask=inside[:, None] & is_place[None, :], other=0.0)
+        if HIDDEN_SIZE % BLOCK_IN == 0:
+            # A mask along adjacent numbers would have them loaded one by one.
+            hidden = tl.load(inputs + start, mask=is_row[:, None], other=0.0)
+            weight = tl.load(weights + start, mask=is_place[None, :], other=0.0, eviction_policy="evict_first")
+        else:
+            inside = start + step < HIDDEN_SIZE
+            hidden = tl.load(inputs + start, mask=is_row[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weights + start, mask=inside[:, None] & is_place[None, :], other=0.0)
         if IN_FP32:
             hidden = hidden.to(tl.float32)
         sums = tl.dot(hidden, weight.to(hidden.dtype), sums, input_precision="ieee")
