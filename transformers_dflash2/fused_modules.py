@@ -305,10 +305,10 @@ def _operands_4bit(linear: nn.Module, x: torch.Tensor) -> tuple[tuple[torch.Tens
 
 def _linear_4bit(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """A 4-bit layer, and a residual addition after it."""
-    operands = _operands_4bit(linear, x)
-    if operands is not None:
+    operands, rows = _operands_4bit(linear, x), x.reshape(-1, x.shape[-1])
+    # For a single row the library has a product that does not write the weight out.
+    if operands is not None and len(rows) > 1:
         tensors, options = operands
-        rows = x.reshape(-1, x.shape[-1])
         options["residual"] = None if residual is None else residual.reshape(len(rows), -1)
         if ineligible_reason("skinny_linear_4bit", rows, *tensors, **options) is None:
             from .kernels import skinny_linear_4bit_triton

@@ -265,7 +265,7 @@ def test_fused_drafter_equals_the_drafter(device, launches):
     assert relative_rms(outputs[1], outputs[0]) < FP32_RELATIVE_RMS
 
 
-# With four heads queries, keys and values are one product; keys and values of 16 channels are too narrow for the kernel.
+# With four heads queries, keys and values are one product; with two, keys and values are too narrow for the kernel.
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["joined", "apart"])
 def test_half_types_stream_their_weights(device, launches, kv_heads):
     """Catches a product of the wrong weights, an addition that is lost or done twice, and a kernel that never runs."""
