@@ -24,7 +24,7 @@ def run_on_two_ranks(backend, function, *args):
     Returns:
         `list`: Per rank `("returned", value)`, `("raised", "Type: message")` or `("hung", None)`.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if backend == "nccl" else "fork")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -19,7 +19,6 @@ than its arithmetic. While the context is open
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
 * query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
 * `silu(gate) * up` runs as one kernel;
-* the projection of a drafter's convolution and the mix of its input side run as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the residual addition) is done in it;
@@ -58,7 +57,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from . import compat
 from .import_utils import unavailable_reason
 from .kernels.dispatch import ineligible_reason
-from .modeling_dflash2 import DFlash2Attention, DFlash2GroupedConv
+from .modeling_dflash2 import DFlash2Attention
 
 
 def _same_code(function: Callable, like: Callable) -> bool:
@@ -264,8 +263,10 @@ def _product(
     rows, options = x.flatten(0, -2), {"is_gated": is_gated, "residual": residual}
     if ineligible_reason("skinny_linear", rows, *weights, **options) is not None:
         return None
-    from .kernels import skinny_linear_triton
+    from .kernels.skinny_linear import skinny_linear_pays, skinny_linear_triton
 
+    if not skinny_linear_pays(rows.device, sum(weight.shape[0] for weight in weights)):
+        return None
     return skinny_linear_triton(rows, *weights, **options).view(*x.shape[:-1], -1)
 
 
@@ -456,17 +457,6 @@ def _fused_draft_attention(
     return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
 
 
-def _fused_prepare(module: DFlash2GroupedConv, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weight = _weight_of(module.kernel_projection)
-    if weight is not None:
-        arguments, options = (hidden, weight, module.base_kernel[0]), {"group_size": module.group_size}
-        if ineligible_reason("conv_prepare", *arguments, **options) is None:
-            from .kernels import conv_prepare_triton
-
-            return conv_prepare_triton(*arguments, **options)
-    return type(module).prepare(module, hidden)
-
-
 def _fused_convolution(
     original: Callable,
     hidden_states: torch.Tensor,
@@ -540,10 +530,6 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
                     kind, module.forward = stand_in
                     stack.callback(delattr, module, "forward")
                     counts[kind] += 1
-                elif isinstance(module, DFlash2GroupedConv):
-                    module.prepare = partial(_fused_prepare, module)
-                    stack.callback(delattr, module, "prepare")
-                    counts["grouped_conv"] += 1
             for file in _convolving_files(models):
                 original = file.causal_conv1d_fn
                 file.causal_conv1d_fn = partial(_fused_convolution, original)
@@ -555,7 +541,8 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
 @contextmanager
 def skinny_linears(model: nn.Module) -> Iterator[int]:
     """
-    Let a model's plain linear layers be traced as products of a few rows while the context is open.
+    Let a model's plain linear layers, unless they are narrow, be traced as products of a few rows while the context
+    is open.
 
     For a compiler, which fuses what is around the products but not the products.
 
@@ -564,13 +551,13 @@ def skinny_linears(model: nn.Module) -> Iterator[int]:
     """
     replaced: list[nn.Module] = []
     if unavailable_reason("triton") is None:
-        from .kernels.skinny_linear import skinny_linear_op
+        from .kernels.skinny_linear import skinny_linear_op, skinny_linear_pays
 
         weights = [(module, _weight_of(module)) for module in model.modules()]
         stand_ins = [
             (module, partial(skinny_linear_op, weight=weight))
             for module, weight in weights
-            if weight is not None and weight.dtype.itemsize == 2
+            if weight is not None and weight.dtype.itemsize == 2 and skinny_linear_pays(weight.device, weight.shape[0])
         ]
     else:
         stand_ins = []

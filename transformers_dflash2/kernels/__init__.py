@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from .block_recurrence import block_recurrence_triton
     from .commit_states import commit_states_triton
     from .context_kv import context_kv_triton
-    from .conv_prepare import conv_prepare_triton
     from .gated_rms_norm import gated_rms_norm_triton
     from .grouped_conv import grouped_conv_triton
     from .markov_step import markov_step_triton
@@ -49,7 +48,6 @@ __all__ = [
     "block_recurrence_triton",
     "commit_states_triton",
     "context_kv_triton",
-    "conv_prepare_triton",
     "gated_rms_norm_triton",
     "grouped_conv_triton",
     "markov_step_triton",
