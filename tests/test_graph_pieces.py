@@ -3,6 +3,7 @@
 """Graphs with gaps, on a device made up for the purpose: launches are noted while a graph is captured, else done."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -143,3 +144,18 @@ def test_outcomes_go_with_their_modules():
     device.graphs.clear()
     del head
     assert len(graph_pieces._capture_failures) == before
+
+
+def test_other_threads_call_what_is_left_out_as_it_is():
+    """Catches a call of another thread that becomes a step between this thread's graphs."""
+    device = Device()
+    head = Scale(device, synchronises=False)
+    answers = []
+
+    def work():
+        thread = threading.Thread(target=lambda: answers.append(head.forward(torch.ones(2, 2))))
+        thread.start()
+        thread.join()
+
+    graph = PieceRecorder(device.new_graph).record(work, [head])
+    assert len(graph.pieces) == 1 and len(answers) == head.calls == 1

@@ -22,6 +22,7 @@ that keep their addresses.
 
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -111,8 +112,13 @@ class PieceRecorder:
 
 @contextmanager
 def _forward_replaced(module: nn.Module, replacement: Callable) -> Iterator[None]:
-    own, forward = vars(module).get("forward"), module.forward
-    module.forward = lambda inputs: replacement(forward, inputs)
+    own, forward, recording = vars(module).get("forward"), module.forward, threading.get_ident()
+
+    def replaced(inputs: torch.Tensor) -> torch.Tensor:
+        # Another thread may run the same model meanwhile.
+        return replacement(forward, inputs) if threading.get_ident() == recording else forward(inputs)
+
+    module.forward = replaced
     try:
         yield
     finally:
