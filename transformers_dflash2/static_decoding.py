@@ -43,6 +43,7 @@ from .fused_modules import fused_modules, skinny_linears
 from .generation import SpeculativeDecoding, VerifiedBlock
 from .import_utils import unavailable_reason
 from .kernels.attention_interface import unsupported_model_reason
+from .kernels.dispatch import compiler_reason
 from .modeling_dflash2 import DFlash2Proposal
 from .rollback import SecondPass, host_modules
 from .static_buffers import StaticRecurrentLayer, StaticTargetLayer, commit_held_states
@@ -399,8 +400,10 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return f"the target is spread over {decoding.ranks.size} processes"
     if decoding.model_kwargs.get("position_ids") is None:
         return f"{type(target).__name__} takes no position_ids, and rows of fixed buffers differ in theirs"
-    if decoding.device.type == "cuda" and unavailable_reason("triton") is not None:
-        return unavailable_reason("triton")
+    if decoding.device.type == "cuda":
+        reason = unavailable_reason("triton") or compiler_reason(decoding.device)
+        if reason is not None:
+            return reason
     config = target.config.get_text_config(decoder=True)
     cap = getattr(config, "attn_logit_softcapping", None)
     if cap is not None and config._attn_implementation == "sdpa":

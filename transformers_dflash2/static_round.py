@@ -319,8 +319,7 @@ class StaticRound:
             call()
             return
         if key not in self._graphs:
-            with during_capture():
-                self._capture(key, call, head)
+            self._capture(key, call, head, during_capture)
         graph = self._graphs.get(key)
         if graph is None:
             call()
@@ -328,29 +327,38 @@ class StaticRound:
             self._graphs.move_to_end(key)
             graph.replay()
 
-    def _capture(self, key: Hashable, call: Callable[[], None], head: nn.Module | None) -> None:
+    def _capture(
+        self,
+        key: Hashable,
+        call: Callable[[], None],
+        head: nn.Module | None,
+        during_capture: Callable[[], AbstractContextManager],
+    ) -> None:
         state = (self.lengths, self.counts, self.anchors, self.context.lengths)
         saved = [tensor.clone() for tensor in state]
         # So that rehearsals commit nothing.
         self.counts.zero_()
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                call()
-        torch.cuda.current_stream(self.device).wait_stream(stream)
         try:
-            self._graphs[key] = record_on_cuda(call, head, self._head_inputs)
+            with during_capture():
+                stream = torch.cuda.Stream(self.device)
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+                with torch.cuda.stream(stream):
+                    for _ in range(2):
+                        call()
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+                self._graphs[key] = record_on_cuda(call, head, self._head_inputs)
             # The round's own graph is the first; of the others the least recently played one goes.
             while len(self._graphs) > 1 + MAX_ACCEPT_GRAPHS:
                 del self._graphs[next(other for other in self._graphs if isinstance(other, tuple))]
-        except RuntimeError as error:
-            self.capture_failure = str(error).splitlines()[0]
+        except Exception as error:
+            # Whatever keeps kernels from being built or recorded; a fault of a model comes up again without them.
+            self.capture_failure = (str(error).splitlines() or [type(error).__name__])[0]
             logger.warning(
                 "A round cannot be captured in a CUDA graph (%s); it runs launch by launch.", self.capture_failure
             )
-        for tensor, value in zip(state, saved, strict=True):
-            tensor.copy_(value)
+        finally:
+            for tensor, value in zip(state, saved, strict=True):
+                tensor.copy_(value)
 
 
 # Rounds by target and drafter; a model that is freed takes its rounds with it, so a round must not hold a model.

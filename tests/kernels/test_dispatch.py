@@ -23,6 +23,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources  # noqa: E402
+
 import transformers_dflash2  # noqa: E402
 from transformers_dflash2 import import_utils, kernels  # noqa: E402
 from transformers_dflash2.kernels import dispatch as dispatch_module  # noqa: E402
@@ -39,6 +41,7 @@ from transformers_dflash2.kernels.dispatch import (  # noqa: E402
 @pytest.fixture(autouse=True)
 def nothing_reported(monkeypatch):
     monkeypatch.setattr(dispatch_module, "_reported", set())
+    monkeypatch.setattr(dispatch_module, "_failures", {})
 
 
 def test_import_needs_no_triton(monkeypatch):
@@ -92,6 +95,61 @@ def test_without_triton_the_plain_path_runs(monkeypatch):
     assert ineligible_reason("accept_greedy", None, None) == "triton is not installed; install it"
     assert dispatch("accept_greedy", lambda tokens, predictions: "plain", None, None) == "plain"
     assert import_utils.is_triton_available()
+
+
+def test_a_kernel_that_does_not_compile(device, monkeypatch, caplog):
+    """Catches a device with less shared memory than a kernel wants that fails the call, or compiles in every one."""
+    tokens, predictions = torch.tensor([[1, 2]], device=device), torch.tensor([[1, 3, 4]], device=device)
+    launches = []
+
+    def launch(*args):
+        launches.append(args)
+        raise OutOfResources(232448, 101376, "shared memory")
+
+    monkeypatch.setattr(
+        importlib.import_module("transformers_dflash2.kernels.accept_greedy"), "accept_greedy_triton", launch
+    )
+    caplog.set_level(logging.DEBUG, logger="transformers_dflash2")
+    for _ in range(2):
+        assert dispatch("accept_greedy", lambda tokens, predictions: "plain", tokens, predictions) == "plain"
+    assert len(launches) == 1
+    (message,) = [record.getMessage() for record in caplog.records if "plain PyTorch" in record.getMessage()]
+    assert "accept_greedy" in message and "shared memory" in message
+
+
+def test_an_error_of_a_kernel_is_no_reason(device, monkeypatch):
+    """Catches a fault of ours that is hidden behind the plain path."""
+
+    def launch(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(
+        importlib.import_module("transformers_dflash2.kernels.accept_greedy"), "accept_greedy_triton", launch
+    )
+    with pytest.raises(ZeroDivisionError):
+        dispatch(
+            "accept_greedy", pytest.fail, torch.tensor([[1]], device=device), torch.tensor([[1, 3]], device=device)
+        )
+
+
+def test_a_compiler_that_does_not_work(monkeypatch):
+    """Catches a machine with triton and without a C compiler on which every call fails."""
+    probe = importlib.import_module("transformers_dflash2.kernels.probe")
+
+    def run_probe(device):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
+
+    monkeypatch.setattr(probe, "run_probe", run_probe)
+    dispatch_module.compiler_reason.cache_clear()
+    reason = dispatch_module.compiler_reason(torch.device("cuda:7"))
+    dispatch_module.compiler_reason.cache_clear()
+    assert "cuda:7 (RuntimeError: Failed to find C compiler. Please specify via CC)" in reason
+
+
+@pytest.mark.gpu
+def test_the_compiler_works(device):
+    """Catches a probe that fails where kernels run."""
+    assert dispatch_module.compiler_reason(torch.device("cuda", torch.cuda.current_device())) is None
 
 
 def test_device_reasons(device, monkeypatch):

@@ -39,6 +39,7 @@ INTEGER_DTYPES = (torch.int64, torch.int32)
 __all__ = [
     "FLOAT_DTYPES",
     "INTEGER_DTYPES",
+    "compiler_reason",
     "device_reason",
     "dispatch",
     "ineligible_reason",
@@ -66,11 +67,28 @@ def device_reason(**tensors: torch.Tensor | None) -> str | None:
     device = given[first].device
     if device.type != "cuda" and not (device.type == "cpu" and is_interpreting()):
         return f"{first} is on {device}, and the kernels need a CUDA device; move the inputs to one"
+    if device.type == "cuda" and (reason := compiler_reason(device)) is not None:
+        return reason
     for name, tensor in given.items():
         if tensor.device != device:
             return f"{name} is on {tensor.device} and {first} on {device}; move them to one device"
         if tensor.requires_grad and torch.is_grad_enabled():
             return f"{name} requires a gradient, which the kernels do not compute; use torch.no_grad()"
+    return None
+
+
+@lru_cache
+def compiler_reason(device: torch.device) -> str | None:
+    """
+    Why triton cannot build kernels for a CUDA device, or `None` if it can.
+
+    Being importable is not enough: it needs a C compiler and Python's headers, and a device that is not too old.
+    """
+    try:
+        importlib.import_module(".probe", __package__).run_probe(device)
+    except Exception as error:
+        what = " ".join(str(error).split())[:200]
+        return f"triton cannot run kernels on {device} ({type(error).__name__}: {what}); see its installation guide"
     return None
 
 
@@ -148,9 +166,14 @@ def dispatch(op: str, reference: Callable, *args: Any, **kwargs: Any) -> Any:
         *args, **kwargs:
             Arguments of the operation.
     """
-    reason = ineligible_reason(op, *args, **kwargs)
+    reason = ineligible_reason(op, *args, **kwargs) or _failures.get(op)
     if reason is None:
-        return getattr(_module(op), f"{op}_triton")(*args, **kwargs)
+        try:
+            return getattr(_module(op), f"{op}_triton")(*args, **kwargs)
+        except Exception as error:
+            if not _is_compiler_error(error):
+                raise
+            reason = _failures[op] = f"its kernel cannot be built here ({type(error).__name__}: {error})"
     if op not in _reported:
         _reported.add(op)
         on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
@@ -160,8 +183,14 @@ def dispatch(op: str, reference: Callable, *args: Any, **kwargs: Any) -> Any:
     return reference(*args, **kwargs)
 
 
-# Operations whose reason has been logged.
+# Operations whose reason has been logged, and operations whose kernels did not compile.
 _reported: set[str] = set()
+_failures: dict[str, str] = {}
+
+
+def _is_compiler_error(error: Exception) -> bool:
+    """Whether a kernel was not launched because a device has not the registers, memory or instructions it wants."""
+    return any(kind.__name__ == "TritonError" for kind in type(error).__mro__)
 
 
 @lru_cache

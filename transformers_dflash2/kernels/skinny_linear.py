@@ -165,7 +165,8 @@ def device_limits(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
         return 1, 1 << 16
     properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.shared_memory_per_block_optin
+    # Not every build of torch tells.
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 1 << 16)
 
 
 def skinny_linear_pays(device: torch.device, out_features: int) -> bool:
