@@ -145,7 +145,7 @@ FAMILIES = {
         dynamic_only="its recurrence is written out in a layer, a second pass takes it back",
     ),
     "MiniMax-M2": Family("minimax_m2", _LOCAL_EXPERTS),
-    "LFM2": Family("lfm2", drops=("head_dim",)),
+    "LFM2": Family("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}, drops=("head_dim",)),
     "Falcon-H1": Family(
         "falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64}, dynamic_only="layers of type `hybrid`, as Inkling's"
     ),
