@@ -89,6 +89,18 @@ class Family:
     vision: dict[str, Any] | None = None
     dynamic_only: str | None = None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether its tokens choose among experts, whose weights the host keeps in one parameter."""
+        return any("experts" in name for name in self.settings)
+
+    @property
+    def notes(self) -> str:
+        """What the support table says beyond yes."""
+        static = f"static: {self.dynamic_only}" if self.dynamic_only else None
+        quantized = "nf4: the experts stay dense" if self.has_experts else None
+        return "; ".join(filter(None, (static, quantized)))
+
     def build(self, std: float = 0.3):
         """The tiny model in evaluation mode; fresh weights of the host are so small that it would repeat one token."""
         settings = {k: v for k, v in {**_COMMON, **self.settings}.items() if k not in self.drops}
@@ -130,10 +142,10 @@ FAMILIES = {
     "MiniMax": Family(
         "minimax",
         {**_LOCAL_EXPERTS, "block_size": 4},
-        dynamic_only="its recurrence is written out in a layer: a second pass takes it back",
+        dynamic_only="its recurrence is written out in a layer, a second pass takes it back",
     ),
     "MiniMax-M2": Family("minimax_m2", _LOCAL_EXPERTS),
-    "LFM2": Family("lfm2", drops=("head_dim",)),
+    "LFM2": Family("lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"]}, drops=("head_dim",)),
     "Falcon-H1": Family(
         "falcon_h1", {**_MAMBA2, "mamba_d_ssm": 64}, dynamic_only="layers of type `hybrid`, as Inkling's"
     ),
@@ -193,8 +205,9 @@ FAMILIES = {
 
 def support_table() -> str:
     """The table of the README, from what `test_families.py` runs."""
-    lines = ["| family | `model_type` | dynamic tempo | static tempo |", "| --- | --- | --- | --- |"]
+    columns = ("family", "`model_type`", "dynamic tempo", "static tempo", "batch", "quantised (nf4)", "notes")
+    rows = [columns, ("---",) * len(columns)]
     for name, family in FAMILIES.items():
-        static = "yes" if family.dynamic_only is None else f"dynamic instead: {family.dynamic_only}"
-        lines.append(f"| {name} | `{family.model_type}` | yes | {static} |")
-    return "\n".join(lines) + "\n"
+        static = "yes" if family.dynamic_only is None else "dynamic instead"
+        rows.append((name, f"`{family.model_type}`", "yes", static, "yes", "yes", family.notes))
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)

@@ -62,7 +62,7 @@ def quantize(model, name, dtype=None):
     library, options = FORMATS[name]
     options = dict(options)
     is_draft = isinstance(model, DFlash2DraftModel)
-    dense = ["lm_head"] if model.config.tie_word_embeddings and not is_draft else []
+    dense = ["lm_head"] if not is_draft and model.config.get_text_config().tie_word_embeddings else []
     with tempfile.TemporaryDirectory() as folder:
         if library == "bitsandbytes":
             # It logs a cast to float16 on every call of an 8-bit layer.
@@ -82,8 +82,22 @@ def quantize(model, name, dtype=None):
             config = CompressedTensorsConfig(**options)
         if library != "compressed-tensors":
             model.save_pretrained(folder)
-        load = DFlash2DraftModel if is_draft else AutoModelForCausalLM
-        return load.from_pretrained(folder, quantization_config=config, dtype=dtype)
+        quantized = type(model).from_pretrained(folder, quantization_config=config, dtype=dtype)
+    return as_stored(quantized) if "load_in_4bit" in options else quantized
+
+
+def as_stored(model):
+    """
+    The model, kept from packing 4-bit weights anew for CPUs that can multiply bfloat16.
+
+    Those would compute in bfloat16 whatever the compute dtype is, and refuse inputs that blocks of 64 do not divide.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+    return model.eval()
 
 
 @functools.cache

@@ -21,6 +21,8 @@ import pytest
 import torch
 from families import FAMILIES, support_table
 from generation_checks import cache_kwargs
+from quantized_targets import quantize
+from torch import nn
 from transformers import DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
@@ -99,9 +101,15 @@ def build(family, std=0.3):
     return FAMILIES[family].build(std)
 
 
-def plain_and_script(target, prompt, mask):
+@functools.cache
+def quantized(family):
+    """The target after bitsandbytes has put every linear layer into nf4, computing in float32."""
+    return quantize(build(family), "bnb-nf4")
+
+
+def plain_and_script(target, prompt, mask, new_tokens=NEW_TOKENS):
     vocab_size = target.config.get_text_config().vocab_size
-    plain = target.generate(prompt, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False)
+    plain = target.generate(prompt, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)
     return plain, ScriptedProposals(plain[:, prompt.shape[1] :], mask.sum(dim=1), vocab_size)
 
 
@@ -111,16 +119,32 @@ def plain_and_script(target, prompt, mask):
 )
 def test_rejections_at_every_offset(family, request_, monkeypatch):
     """A state or an entry that outlives its rejected token changes what follows it."""
-    target = build(family)
+    assert_rejections_are_forgotten(build(family), request_, NEW_TOKENS, monkeypatch)
+
+
+@every_kind
+@pytest.mark.parametrize("request_", [pytest.param(ONE, id="one"), pytest.param(PADDED, id="padded")])
+def test_rejections_of_a_quantized_target(family, request_, monkeypatch):
+    """Catches a rollback that takes a layer for one of the host's where the library has put in its own."""
+    target = quantized(family)
+    # The head too; what the library leaves dense is no linear layer.
+    assert {type(module).__name__ for module in target.modules() if isinstance(module, nn.Linear)} == {"Linear4bit"}
+    dense_experts = [name for name, weight in target.named_parameters() if "experts" in name and weight.dim() == 3]
+    assert bool(dense_experts) == FAMILIES[family].has_experts
+    # Enough for a single row to be wrong at every offset.
+    assert_rejections_are_forgotten(target, request_, NEW_TOKENS // 2, monkeypatch)
+
+
+def assert_rejections_are_forgotten(target, request_, new_tokens, monkeypatch):
     drafter = random_drafter(target, block_size=BLOCK)
-    plain, script = plain_and_script(target, *request_)
+    plain, script = plain_and_script(target, *request_, new_tokens)
     assert plain.unique().numel() > 10, "a text that repeats itself would hide a stale state"
     script.replace_drafting(monkeypatch)
 
     output = target.generate(
         request_[0],
         attention_mask=request_[1],
-        max_new_tokens=NEW_TOKENS,
+        max_new_tokens=new_tokens,
         do_sample=False,
         assistant_model=drafter,
     )

@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 from kernel_checks import BF16, FP16, assert_as_exact_as, relative_rms  # noqa: E402
-from quantized_targets import quantize  # noqa: E402
+from quantized_targets import as_stored, quantize  # noqa: E402
 
 from transformers_dflash2.fused_modules import _operands_4bit, fused_modules  # noqa: E402
 from transformers_dflash2.kernels import skinny_linear_4bit  # noqa: E402
@@ -58,14 +58,6 @@ def linear_4bit(device, dtype, in_features, out_features, *, name="nf4", block_s
         module=linear,
     )
     return as_stored(linear.to(device))
-
-
-def as_stored(model):
-    """The model, kept from packing weights anew for CPUs that can multiply bf16."""
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
-    return model.eval()
 
 
 def weight_of(linear, dtype):
@@ -177,7 +169,7 @@ def test_fused_target_equals_the_target(device, launches, name):
     """Catches a layer of a quantised target that stays the library's, a residual that is lost, and a head left out."""
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_key_value_heads": 2}
     dense = table_target(0, 64, mix=0.5, num_hidden_layers=2, num_attention_heads=4, **sizes)
-    target = as_stored(quantize(dense, name, torch.float16)).to(device)
+    target = quantize(dense, name, torch.float16).to(device)
     head = target.get_output_embeddings()
     ids = torch.randint(1, 60, (2, 5), device=device)
     hidden = torch.randn(2, 3, 64, device=device)
