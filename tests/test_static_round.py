@@ -13,7 +13,9 @@
 # limitations under the License.
 """What a round of the static tempo draws, decides and keeps."""
 
+import contextlib
 import math
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +31,7 @@ from transformers.generation import logits_process
 
 from transformers_dflash2 import static_decoding, static_round
 from transformers_dflash2.static_decoding import StaticDecoding
-from transformers_dflash2.static_round import StaticRound, accept_key, row_bucket
+from transformers_dflash2.static_round import StaticRound, accept_key, row_bucket, take_round
 from transformers_dflash2.testing import left_pad, table_target
 
 
@@ -266,3 +268,38 @@ def test_buffers_that_do_not_fit_leave_the_call_dynamic(monkeypatch, caplog):
         inputs = {**left_pad([[3, 7, 1], [4, 9, 2, 8, 11]]), "max_new_tokens": 20, **options}
         assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
     assert "do not fit" in caplog.text
+
+
+def test_a_replay_shows_what_it_wrote(monkeypatch):
+    """Catches results of phases that ran without a graph, taken for those of a later replay of the same round."""
+    monkeypatch.setattr(static_round.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    round_ = object.__new__(StaticRound)
+    round_.device, round_.capture_failure, round_._graphs = SimpleNamespace(type="cuda"), None, OrderedDict()
+    results = iter("abcd")
+
+    def phases():
+        round_.proposal = round_.logits = next(results)
+
+    def capture(key, call, *others):
+        call()
+        round_._graphs[key] = SimpleNamespace(replay=lambda: None), round_.proposal, round_.logits
+
+    monkeypatch.setattr(round_, "_capture", capture, raising=False)
+    for record, shown in ((True, "a"), (False, "b"), (True, "a")):
+        round_.play("round", phases, record=record)
+        assert round_.proposal == round_.logits == shown
+
+
+def test_calls_that_overlap_have_rounds_of_their_own():
+    """Catches a round that two calls share, and one that is built anew whenever two calls overlap."""
+    target, draft, built = t0(), d0(), []
+
+    def build():
+        built.append(SimpleNamespace(in_use=False))
+        return built[-1]
+
+    for _ in range(3):
+        first, second = (take_round(target, draft, "overlap", build) for _ in range(2))
+        assert first is not second and len(built) == 2
+        first.in_use = second.in_use = False
+    static_round.release_static_rounds(target)

@@ -81,9 +81,12 @@ class StaticDecoding(SpeculativeDecoding):
         self.static_round: StaticRound | None = None
         # Whether the device has been given the round that comes next.
         self._is_ahead = False
-        # The accepted tokens alone tell how these rules will decide. A timer has to see one round at a time.
-        self._looks_ahead = not self._timer.enabled and all(
-            type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in self.criteria
+        # The accepted tokens alone tell how these rules will decide. A streamer gets tokens before the next round, and
+        # a timer has to see one round at a time.
+        self._looks_ahead = (
+            self.streamer is None
+            and not self._timer.enabled
+            and all(type(criterion) in (EosTokenCriteria, MaxLengthCriteria) for criterion in self.criteria)
         )
         # What is accepted inside the recording; `None` accepts as the dynamic tempo does.
         self._accept_key = None
@@ -212,9 +215,10 @@ class StaticDecoding(SpeculativeDecoding):
             if self._accept_key is not None:
                 # The round's one read of device memory by the host.
                 self._decision = round_.decision[: self.batch_size].to("cpu", copy=True)
-                self._committed = round_.committed[: self.batch_size].clone()
                 if self._goes_on(self._decision.tolist()):
-                    # The device works on the next round while the host looks through this one.
+                    # The device works on the next round while the host looks through this one; the tokens are
+                    # written first, because that waits for the device.
+                    super()._write_block(self._decision)
                     self._launch(tap)
                     self._is_ahead = True
             self._kept = self._accept(self._verified())
@@ -325,10 +329,14 @@ class StaticDecoding(SpeculativeDecoding):
             return self._decision
         return super()._decide_block(verified, scores)
 
+    def _write_block(self, decision: torch.Tensor) -> None:
+        if not self._is_ahead:
+            super()._write_block(decision)
+
     def _committed_block(self, decision: torch.Tensor) -> torch.Tensor:
         # A decision without drafted tokens is that of the prefill.
         if self._accept_key is not None and decision.shape[1] > 2:
-            return self._committed
+            return self.static_round.committed[: self.batch_size]
         return super()._committed_block(decision)
 
     # ------------------------------------------------------------------------------------------- out of the buffers
@@ -424,6 +432,9 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     for module in target.modules():
         if compat.has_active_hooks(module):
             return f"{type(module).__name__} has forward hooks, which a graph would skip"
+    for module in decoding.draft.modules():
+        if compat.has_active_hooks(module):
+            return f"{type(module).__name__} of the drafter has forward hooks, which a graph would skip"
     if len({parameter.device for parameter in target.parameters()}) > 1:
         return "the target is spread over several devices"
     if next(target.parameters()).device != decoding.draft.device:

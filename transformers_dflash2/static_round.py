@@ -29,6 +29,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import count
 from typing import Any
 
 import torch
@@ -130,7 +131,7 @@ class StaticRound:
         self.in_use = False
         # Why the phases could not be recorded; they run launch by launch then.
         self.capture_failure: str | None = None
-        self._graphs: OrderedDict[Hashable, PiecewiseGraph] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, tuple[PiecewiseGraph, DFlash2Proposal, torch.Tensor]] = OrderedDict()
         long = {"dtype": torch.long, "device": self.device}
         self.lengths = torch.zeros(rows, **long)
         self.counts = torch.zeros(rows, **long)
@@ -319,13 +320,15 @@ class StaticRound:
             call()
             return
         if key not in self._graphs:
-            self._capture(key, call, head, during_capture)
-        graph = self._graphs.get(key)
-        if graph is None:
+            # Recordings put stand-ins into models that threads may share: one at a time.
+            with _recording_lock, torch.cuda.device(self.device):
+                self._capture(key, call, head, during_capture)
+        if key not in self._graphs:
             call()
-        else:
-            self._graphs.move_to_end(key)
-            graph.replay()
+            return
+        self._graphs.move_to_end(key)
+        graph, self.proposal, self.logits = self._graphs[key]
+        graph.replay()
 
     def _capture(
         self,
@@ -346,7 +349,9 @@ class StaticRound:
                     for _ in range(2):
                         call()
                 torch.cuda.current_stream(self.device).wait_stream(stream)
-                self._graphs[key] = record_on_cuda(call, head, self._head_inputs)
+                graph = record_on_cuda(call, head, self._head_inputs)
+            # What a replay writes to. Phases that run without a graph leave their results elsewhere.
+            self._graphs[key] = graph, self.proposal, self.logits
             # The round's own graph is the first; of the others the least recently played one goes.
             while len(self._graphs) > 1 + MAX_ACCEPT_GRAPHS:
                 del self._graphs[next(other for other in self._graphs if isinstance(other, tuple))]
@@ -364,6 +369,7 @@ class StaticRound:
 # Rounds by target and drafter; a model that is freed takes its rounds with it, so a round must not hold a model.
 _rounds: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, OrderedDict]]" = weakref.WeakKeyDictionary()
 _rounds_lock = threading.Lock()
+_recording_lock = threading.Lock()
 
 
 def take_round(target, draft, key: Hashable, build: Callable[[], StaticRound]) -> StaticRound:
@@ -386,11 +392,11 @@ def take_round(target, draft, key: Hashable, build: Callable[[], StaticRound]) -
     key = (key, hash(weights))
     with _rounds_lock:
         kept = _rounds.setdefault(target, weakref.WeakKeyDictionary()).setdefault(draft, OrderedDict())
-        round_ = kept.pop(key, None)
-        if round_ is None or round_.in_use:
-            round_ = build()
+        # Calls that overlap have a round each, and find it again.
+        place = next(place for n in count() if (place := (key, n)) not in kept or not kept[place].in_use)
+        round_ = kept.pop(place, None) or build()
         round_.in_use = True
-        kept[key] = round_
+        kept[place] = round_
         while len(kept) > MAX_ROUNDS_PER_PAIR:
             kept.popitem(last=False)
         return round_

@@ -11,6 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from kernel_checks import relative_rms  # noqa: E402
 
 from transformers_dflash2 import static_buffers  # noqa: E402
 from transformers_dflash2.functional_recurrence import RecurrenceInputs, commit_states  # noqa: E402
+from transformers_dflash2.kernels import commit_states as module  # noqa: E402
 from transformers_dflash2.kernels.commit_states import (  # noqa: E402
     commit_states_ineligible_reason,
     commit_states_triton,
@@ -178,3 +180,13 @@ def test_reasons(device):
         assert expected in commit_states_ineligible_reason(*arguments)
         with pytest.raises(ValueError, match="commit_states_triton"):
             commit_states_triton(*arguments)
+
+
+def test_addresses_live_as_long_as_the_states(device):
+    """Catches a table that a graph still reads and that newer tables push out."""
+    states = [torch.zeros(2, 3, device=device) for _ in range(200)]
+    tables = [weakref.ref(module._addresses([(state,)], torch.device(device))) for state in states]
+    assert all(table() is not None for table in tables)
+    assert module._addresses([(states[0],)], torch.device(device)) is tables[0]()
+    del states
+    assert not any(table() is not None for table in tables[1:])

@@ -241,3 +241,13 @@ def test_the_library_is_not_loaded(device, monkeypatch):
     with fused_modules(linear) as counts:
         assert not counts
     assert "bitsandbytes" not in sys.modules
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 20, 132])
+def test_programs_share_all_features(monkeypatch, multiprocessors):
+    """Catches features past the last whole share, which no program would write."""
+    monkeypatch.setattr(skinny_linear_4bit, "device_limits", lambda device: (multiprocessors, 1 << 16))
+    for out_features in range(32, 80_000, 32 * 37):
+        for rows in (16, 64):
+            block_out, *_ = skinny_linear_4bit._launch.__wrapped__(torch.device("cpu"), rows, out_features)
+            assert out_features % block_out == 0

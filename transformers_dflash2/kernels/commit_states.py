@@ -18,11 +18,11 @@ tile of one head's state in registers over all tokens that its row takes in, so 
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..functional_recurrence import RecurrenceInputs
 from .block_recurrence import advance_state, unit_length
@@ -230,10 +230,16 @@ def _grouped(entries: Iterable[tuple], key: Callable[[tuple], Hashable]) -> list
 
 
 def _addresses(group: list[tuple[torch.Tensor, ...]], device: torch.device) -> torch.Tensor:
-    return _address_table(tuple(tensor.data_ptr() for tensors in group for tensor in tensors), device)
+    """
+    The addresses of a group's tensors, on the device.
+
+    A table is kept as long as the first of the tensors is: a CUDA graph that reads it lives no longer.
+    """
+    addresses = tuple(tensor.data_ptr() for tensors in group for tensor in tensors)
+    tables = _tables.setdefault(group[0][0], {})
+    if addresses not in tables:
+        tables[addresses] = torch.tensor(addresses, dtype=torch.int64, device=device)
+    return tables[addresses]
 
 
-@lru_cache(maxsize=64)
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    # Whatever lives there now: the table is nothing but its key.
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+_tables: WeakTensorKeyDictionary = WeakTensorKeyDictionary()

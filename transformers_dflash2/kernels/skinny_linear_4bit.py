@@ -186,7 +186,8 @@ def _launch(device: torch.device, rows: int, out_features: int):
     if out_features // 32 < multiprocessors // 2:
         block_out, block_in = 16, 256
     else:
-        block_out, block_in = (64 if rows <= 16 and out_features // 64 > 8 * multiprocessors else 32), 128
+        is_wide = rows <= 16 and out_features % 64 == 0 and out_features // 64 > 8 * multiprocessors
+        block_out, block_in = 64 if is_wide else 32, 128
     # Of the inputs, of packed entries and of their scales, next to one decoded step.
     stage = block_in * (2 * rows + block_out)
     free = shared_memory - 2048 - 2 * block_in * block_out
