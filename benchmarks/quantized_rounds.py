@@ -47,7 +47,7 @@ from torch import nn
 from transformers_dflash2.benchmark import measure
 from transformers_dflash2.benchmark.contestants import Workload
 from transformers_dflash2.benchmark.phases import static_phases
-from transformers_dflash2.benchmark.synthetic import SHAPES, SyntheticPair, synthetic_pair
+from transformers_dflash2.benchmark.synthetic import SHAPES, random_prompts, synthetic_pair
 from transformers_dflash2.graph_pieces import capture_failure
 from transformers_dflash2.static_decoding import release_static_rounds
 from transformers_dflash2.static_round import kept_rounds
@@ -124,14 +124,6 @@ def free_memory(device: torch.device) -> None:
     measure.reset_peak_memory(device)
 
 
-def prompt(pair: SyntheticPair, length: int) -> dict[str, torch.Tensor]:
-    ids = torch.randint(1, pair.target.config.vocab_size - 1, (1, length), generator=torch.Generator().manual_seed(0))
-    # The drafter knows the way from here.
-    ids[:, -1] = pair.cycle[-1]
-    ids = ids.to(pair.target.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
 @torch.no_grad()
 def measure_head(target) -> dict[str, Any]:
     head, device = target.get_output_embeddings(), target.device
@@ -158,7 +150,7 @@ def measure_format(name: str, options: argparse.Namespace) -> dict[str, Any]:
     target, draft = pair.target, pair.draft
     FORMATS[name](target)
     free_memory(device)
-    inputs, tokens = prompt(pair, options.context), options.new_tokens
+    inputs, tokens = random_prompts(pair, 1, options.context), options.new_tokens
 
     def decode(new_tokens: int, **drafting) -> torch.Tensor:
         return target.generate(**inputs, max_new_tokens=new_tokens, do_sample=False, **drafting)

@@ -549,26 +549,20 @@ def skinny_linears(model: nn.Module) -> Iterator[int]:
     Yields:
         `int`: how many layers.
     """
-    replaced: list[nn.Module] = []
-    if unavailable_reason("triton") is None:
-        from .kernels.skinny_linear import skinny_linear_op, skinny_linear_pays
+    count = 0
+    with ExitStack() as stack:
+        if unavailable_reason("triton") is None:
+            from .kernels.skinny_linear import skinny_linear_op, skinny_linear_pays
 
-        weights = [(module, _weight_of(module)) for module in model.modules()]
-        stand_ins = [
-            (module, partial(skinny_linear_op, weight=weight))
-            for module, weight in weights
-            if weight is not None and weight.dtype.itemsize == 2 and skinny_linear_pays(weight.device, weight.shape[0])
-        ]
-    else:
-        stand_ins = []
-    try:
-        for module, stand_in in stand_ins:
-            module.forward = stand_in
-            replaced.append(module)
-        yield len(replaced)
-    finally:
-        for module in replaced:
-            del module.forward
+            for module in model.modules():
+                weight = _weight_of(module)
+                if weight is None or weight.dtype.itemsize != 2:
+                    continue
+                if skinny_linear_pays(weight.device, weight.shape[0]):
+                    module.forward = partial(skinny_linear_op, weight=weight)
+                    stack.callback(delattr, module, "forward")
+                    count += 1
+        yield count
 
 
 __all__ = ["fused_modules", "is_llama_norm", "skinny_linears"]

@@ -429,12 +429,9 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):
         return "the target carries adapters, which may change from call to call"
-    for module in target.modules():
+    for module in (*target.modules(), *decoding.draft.modules()):
         if compat.has_active_hooks(module):
             return f"{type(module).__name__} has forward hooks, which a graph would skip"
-    for module in decoding.draft.modules():
-        if compat.has_active_hooks(module):
-            return f"{type(module).__name__} of the drafter has forward hooks, which a graph would skip"
     if len({parameter.device for parameter in target.parameters()}) > 1:
         return "the target is spread over several devices"
     if next(target.parameters()).device != decoding.draft.device:

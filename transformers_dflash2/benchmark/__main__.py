@@ -42,7 +42,7 @@ from . import measure, report
 from .contestants import NAMES, Contestant, Workload, contestants, load_public
 from .phases import dynamic_phases, static_phases
 from .prompts import PROMPTS
-from .synthetic import DRAFTERS, SHAPES, synthetic_pairs
+from .synthetic import DRAFTERS, SHAPES, random_prompts, synthetic_pairs
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         drafters = {drafter: pair.draft for drafter, pair in pairs.items()}
         pair = pairs[options.drafter[0]]
         target, name, slots = pair.target, options.shape, None
-        batches = {batch: [_random_prompts(pair, batch, options.context)] for batch in options.batch}
+        batches = {batch: [random_prompts(pair, batch, options.context)] for batch in options.batch}
     else:
         target, draft, batches = _load_pair(options, device, dtype)
         drafters = {draft.config.draft_family: draft}
@@ -176,15 +176,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if options.plot:
         report.plot(record, options.plot)
     return record
-
-
-def _random_prompts(pair, batch: int, length: int) -> dict[str, torch.Tensor]:
-    vocab = pair.target.config.vocab_size
-    ids = torch.randint(1, vocab - 1, (batch, length), generator=torch.Generator().manual_seed(0))
-    # The drafter knows the way from here.
-    ids[:, -1] = pair.cycle[-1]
-    ids = ids.to(pair.target.device)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
 def _load_pair(options: argparse.Namespace, device: torch.device, dtype: torch.dtype):

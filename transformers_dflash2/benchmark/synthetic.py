@@ -182,6 +182,26 @@ class SyntheticPair:
     mean_accepted_length: float
 
 
+def random_prompts(pair: SyntheticPair, batch: int, length: int) -> dict[str, torch.Tensor]:
+    """
+    Prompts after which the text goes round the cycle.
+
+    Args:
+        pair ([`SyntheticPair`]): The models.
+        batch (`int`): Rows.
+        length (`int`): Tokens per row.
+
+    Returns:
+        `dict`: `input_ids` and `attention_mask`, int64 of shape `(batch, length)`, on the target's device.
+    """
+    vocab = pair.target.config.vocab_size
+    ids = torch.randint(1, vocab - 1, (batch, length), generator=torch.Generator().manual_seed(0))
+    # The drafter knows the way from here.
+    ids[:, -1] = pair.cycle[-1]
+    ids = ids.to(pair.target.device)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
 def plan_rounds(mean_accepted_length: float, *, block: int, tokens: int) -> list[int]:
     """
     Tokens that consecutive rounds commit, so that their mean is as near as possible to the wanted one.
@@ -393,4 +413,13 @@ def _write_markov(draft, drafted, cycle, generator) -> None:
         successor[drafted[token]] += code.to(draft.dtype)
 
 
-__all__ = ["DRAFTERS", "SHAPES", "Shape", "SyntheticPair", "plan_rounds", "synthetic_pair", "synthetic_pairs"]
+__all__ = [
+    "DRAFTERS",
+    "SHAPES",
+    "Shape",
+    "SyntheticPair",
+    "plan_rounds",
+    "random_prompts",
+    "synthetic_pair",
+    "synthetic_pairs",
+]
