@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import INTEGER_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["accept_greedy_ineligible_reason", "accept_greedy_op", "accept_greedy_triton"]
@@ -33,7 +34,9 @@ def _accept_greedy_kernel(
     prediction_batch_stride,
     SLOTS: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_SLOTS)
     inside = lanes < SLOTS
@@ -97,6 +100,7 @@ def accept_greedy_triton(
             SLOTS=slots,
             BLOCK_SLOTS=next_power_of_2(slots),
             num_warps=1,
+            **overlap_options(tokens.device),
         )
     return out
 

@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = [
@@ -53,7 +54,9 @@ def _accept_sampled_normalise_kernel(
     score_batch_stride,
     score_position_stride,
     PART: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     entry = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     row = entry // positions
@@ -119,7 +122,9 @@ def _accept_sampled_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     PART: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1).to(tl.int64)
     positions = tl.arange(0, BLOCK_POSITIONS)
@@ -203,7 +208,9 @@ def _accept_sampled_draw_kernel(
     TOP_K: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     PART: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     part_lanes = tl.arange(0, BLOCK_PARTS)
     accepted = tl.load(accepted_ptr + row)
@@ -351,7 +358,15 @@ def accept_sampled_triton(
     sizes = {"SLOTS": slots, "TOP_K": top_k, "BLOCK_PARTS": next_power_of_2(parts), "PART": _PART, "num_warps": 8}
     with torch.cuda.device_of(scores):
         _accept_sampled_normalise_kernel[(batch * (slots + 1), parts)](
-            scores, maxima, sums, slots + 1, vocab, *score_strides, PART=_PART, num_warps=8
+            scores,
+            maxima,
+            sums,
+            slots + 1,
+            vocab,
+            *score_strides,
+            PART=_PART,
+            num_warps=8,
+            **overlap_options(scores.device),
         )
         _accept_sampled_kernel[(batch, parts)](
             scores,
@@ -374,6 +389,7 @@ def accept_sampled_triton(
             BLOCK_POSITIONS=next_power_of_2(slots + 1),
             BLOCK_K=next_power_of_2(top_k),
             **sizes,
+            **overlap_options(scores.device),
         )
         _accept_sampled_draw_kernel[(batch,)](
             scores,
@@ -390,6 +406,7 @@ def accept_sampled_triton(
             *score_strides,
             *table_strides,
             **sizes,
+            **overlap_options(scores.device),
         )
     return out
 

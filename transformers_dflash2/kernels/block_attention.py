@@ -60,6 +60,9 @@ except ImportError:
     # The reference below serves without it.
     triton = None
 
+if triton is not None:
+    from .overlap import overlap_options, wait_for_inputs
+
 
 logger = logging.getLogger("transformers_dflash2")
 
@@ -286,7 +289,9 @@ if triton is not None:
         HAS_SINKS: tl.constexpr,
         HAS_STARTS: tl.constexpr,
         DOT_IN_FP32: tl.constexpr,
+        OVERLAPS: tl.constexpr,
     ):
+        wait_for_inputs(OVERLAPS)
         LOG2_E: tl.constexpr = 1.4426950408889634
         tile = tl.program_id(0) % ROW_TILES
         split = tl.program_id(0) // ROW_TILES
@@ -429,7 +434,9 @@ if triton is not None:
         HAS_WINDOW: tl.constexpr,
         HAS_SINKS: tl.constexpr,
         HAS_STARTS: tl.constexpr,
+        OVERLAPS: tl.constexpr,
     ):
+        wait_for_inputs(OVERLAPS)
         LOG2_E: tl.constexpr = 1.4426950408889634
         step = tl.program_id(0)
         head = tl.program_id(1)
@@ -765,6 +772,7 @@ def block_attention_triton(
             DOT_IN_FP32=is_interpreting(),
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
+            **overlap_options(query.device),
         )
         if launch.splits > 1:
             _combine_splits_kernel[(block, q_heads, batch)](
@@ -790,6 +798,7 @@ def block_attention_triton(
                 HAS_SINKS=has_sinks,
                 HAS_STARTS=has_starts,
                 num_warps=4 if block_dim >= 128 else 2,
+                **overlap_options(query.device),
             )
     return out
 

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ..functional_recurrence import RecurrenceInputs
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["advance_state", "block_recurrence_ineligible_reason", "block_recurrence_triton", "unit_length"]
@@ -102,7 +103,9 @@ def _block_recurrence_kernel(
     WANTS_STATE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     channels = tl.arange(0, KEY_BLOCK)
     columns = tl.program_id(1) * VALUE_BLOCK + tl.arange(0, VALUE_BLOCK)
@@ -258,5 +261,6 @@ def block_recurrence_triton(
             KEY_BLOCK=next_power_of_2(key_channels),
             VALUE_BLOCK=_VALUE_BLOCK,
             num_warps=1,
+            **overlap_options(queries.device),
         )
     return outputs, final

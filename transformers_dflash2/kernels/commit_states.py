@@ -27,6 +27,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..functional_recurrence import RecurrenceInputs
 from .block_recurrence import advance_state, unit_length
 from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["commit_states_ineligible_reason", "commit_states_triton"]
@@ -47,7 +48,9 @@ def _commit_windows_kernel(
     INPUT_WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     addresses = address_ptr + tl.program_id(1) * 2
     window_ptr = tl.load(addresses).to(tl.pointer_type(TYPE))
@@ -77,7 +80,9 @@ def _replay_kernel(
     STATE_TYPE: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row, head = (tl.program_id(0) // HEADS).to(tl.int64), tl.program_id(0) % HEADS
     key_head = head // (HEADS // KEY_HEADS)
     addresses = address_ptr + tl.program_id(1) * 5
@@ -196,6 +201,7 @@ def commit_states_triton(
                 INPUT_WIDTH=inputs.shape[-1],
                 TYPE=_TRITON_TYPES[window.dtype],
                 BLOCK=_WINDOW_BLOCK,
+                **overlap_options(counts.device),
             )
         tensors = [(state, i.keys, i.values, i.log_decay, i.beta) for state, i in recurrences]
         kinds = {id(state): (i.is_delta_rule, i.is_transposed, i.norm_eps) for state, i in recurrences}
@@ -219,6 +225,7 @@ def commit_states_triton(
                 STATE_TYPE=_TRITON_TYPES[state.dtype],
                 KEY_BLOCK=next_power_of_2(key_channels),
                 VALUE_BLOCK=_VALUE_BLOCK,
+                **overlap_options(counts.device),
             )
 
 

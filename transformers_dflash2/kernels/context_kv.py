@@ -40,6 +40,9 @@ except ImportError:
     # The reference below serves without it.
     triton = None
 
+if triton is not None:
+    from .overlap import overlap_options, wait_for_inputs
+
 
 __all__ = [
     "context_kv_ineligible_reason",
@@ -128,7 +131,9 @@ if triton is not None:
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
         HAS_COMMIT_LENGTHS: tl.constexpr,
+        OVERLAPS: tl.constexpr,
     ):
+        wait_for_inputs(OVERLAPS)
         row = tl.program_id(0)
         layer = tl.program_id(1)
         batch_row = row // entries
@@ -364,6 +369,7 @@ def context_kv_triton(
             BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
             HAS_COMMIT_LENGTHS=commit_lengths is not None,
             num_warps=4,
+            **overlap_options(kv.device),
         )
 
 

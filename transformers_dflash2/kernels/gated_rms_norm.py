@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = [
@@ -39,7 +40,10 @@ _MAX_HIDDEN_SIZE = 16384
 
 
 @triton.jit
-def _gated_rms_norm_kernel(hidden_ptr, gate_ptr, weight_ptr, out_ptr, hidden_size, eps, BLOCK: tl.constexpr):
+def _gated_rms_norm_kernel(
+    hidden_ptr, gate_ptr, weight_ptr, out_ptr, hidden_size, eps, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    wait_for_inputs(OVERLAPS)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
     offsets = tl.program_id(0).to(tl.int64) * hidden_size + columns
@@ -107,7 +111,15 @@ def gated_rms_norm_triton(
     block = next_power_of_2(hidden_size)
     with torch.cuda.device_of(hidden):
         _gated_rms_norm_kernel[(hidden.numel() // hidden_size,)](
-            hidden, gate, weight, out, hidden_size, eps, BLOCK=block, num_warps=min(max(block // 512, 1), 8)
+            hidden,
+            gate,
+            weight,
+            out,
+            hidden_size,
+            eps,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 8),
+            **overlap_options(hidden.device),
         )
     return out
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["grouped_conv_ineligible_reason", "grouped_conv_op", "grouped_conv_triton"]
@@ -47,7 +48,9 @@ def _grouped_conv_kernel(
     dynamic_group_stride,
     TAPS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     batch = row // block
     position = row % block
@@ -154,6 +157,7 @@ def grouped_conv_triton(
             TAPS=base_kernel.shape[0],
             BLOCK_CHANNELS=block_channels,
             num_warps=4,
+            **overlap_options(hidden.device),
         )
     return out
 

@@ -25,6 +25,7 @@ import triton.language as tl
 
 from ..functional_dflash2 import MIN_TEMPERATURE
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = [
@@ -77,7 +78,9 @@ def _markov_step_kernel(
     HAS_ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     lanes = tl.arange(0, BLOCK_C)
@@ -118,7 +121,10 @@ def _markov_step_kernel(
 
 
 @triton.jit
-def _best_tile_kernel(tile_value_ptr, tile_index_ptr, index_ptr, tiles, BLOCK_TILES: tl.constexpr):
+def _best_tile_kernel(
+    tile_value_ptr, tile_index_ptr, index_ptr, tiles, BLOCK_TILES: tl.constexpr, OVERLAPS: tl.constexpr
+):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_TILES)
     in_range = lanes < tiles
@@ -253,8 +259,11 @@ def markov_step_triton(
             BLOCK_C=block,
             BLOCK_RANK=min(next_power_of_2(rank), max(_TILE // block, 16)),
             num_warps=4,
+            **overlap_options(base.device),
         )
-        _best_tile_kernel[(batch,)](tile_values, tile_indices, index, tiles, BLOCK_TILES=next_power_of_2(tiles))
+        _best_tile_kernel[(batch,)](
+            tile_values, tile_indices, index, tiles, BLOCK_TILES=next_power_of_2(tiles), **overlap_options(base.device)
+        )
     return out
 
 

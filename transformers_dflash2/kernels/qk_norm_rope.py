@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["qk_norm_rope_ineligible_reason", "qk_norm_rope_op", "qk_norm_rope_reference", "qk_norm_rope_triton"]
@@ -46,7 +47,9 @@ def _qk_norm_rope_kernel(
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, BLOCK_HALF)
@@ -185,6 +188,7 @@ def qk_norm_rope_triton(
             BLOCK_HALF=next_power_of_2(half),
             HAS_NORM=q_norm_weight is not None,
             num_warps=1,
+            **overlap_options(qkv.device),
         )
     return qkv
 

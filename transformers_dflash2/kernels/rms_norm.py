@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["add_rms_norm_op", "rms_norm_ineligible_reason", "rms_norm_op", "rms_norm_reference", "rms_norm_triton"]
@@ -50,7 +51,9 @@ def _rms_norm_kernel(
     HAS_RESIDUAL: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
@@ -160,6 +163,7 @@ def rms_norm_triton(
             UNIT_OFFSET=unit_offset,
             BLOCK=block,
             num_warps=min(max(block // 512, 1), 16),
+            **overlap_options(hidden.device),
         )
     return normed, summed
 

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from ..functional_dflash2 import MIN_TEMPERATURE
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = [
@@ -65,7 +66,9 @@ def _selector_walk_kernel(
     RANK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK_K)
     in_k = lanes < TOP_K
@@ -274,6 +277,7 @@ def selector_walk_triton(
             BLOCK_K=block_k,
             BLOCK_RANK=block_rank,
             num_warps=4,
+            **overlap_options(unary.device),
         )
     return out
 

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["short_conv_ineligible_reason", "short_conv_op", "short_conv_reference", "short_conv_triton"]
@@ -51,7 +52,9 @@ def _short_conv_kernel(
     TAPS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1).to(tl.int64) * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
     column = tl.program_id(2).to(tl.int64) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -138,6 +141,7 @@ def short_conv_triton(
                 BLOCK_CHANNELS=_BLOCK_CHANNELS,
                 BLOCK_COLUMNS=columns,
                 num_warps=4,
+                **overlap_options(hidden.device),
             )
     return out.transpose(1, 2)
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, device_reason, out_reason, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["silu_mul_ineligible_reason", "silu_mul_op", "silu_mul_reference", "silu_mul_triton"]
@@ -31,7 +32,8 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_ptr, up_ptr, out_ptr, size, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+    wait_for_inputs(OVERLAPS)
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < size
     dtype = out_ptr.dtype.element_ty
@@ -78,7 +80,9 @@ def silu_mul_triton(gate: torch.Tensor, up: torch.Tensor, *, out: torch.Tensor |
     size = gate.numel()
     if size:
         with torch.cuda.device_of(gate):
-            _silu_mul_kernel[(triton.cdiv(size, _BLOCK),)](gate, up, out, size, BLOCK=_BLOCK, num_warps=4)
+            _silu_mul_kernel[(triton.cdiv(size, _BLOCK),)](
+                gate, up, out, size, BLOCK=_BLOCK, num_warps=4, **overlap_options(gate.device)
+            )
     return out
 
 

@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import device_reason, dispatch, is_interpreting, next_power_of_2, out_reason, tensor_reason
+from .overlap import overlap_options, prefetch_lines, wait_for_inputs
 
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
 MAX_ROWS = 64
 # Every program's share of the output features divides by it.
 _FEATURES_MULTIPLE = 32
+_PREFETCH_LINES = 8
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -71,6 +73,9 @@ def _skinny_linear_kernel(
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
+    # Cache lines of each feature's weights to ask for ahead.
+    PREFETCH_LINES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_OUT
     weight_ptr = weight_0_ptr
@@ -83,6 +88,14 @@ def _skinny_linear_kernel(
         elif first >= FEATURES_0:
             weight_ptr = weight_1_ptr
             feature = first - FEATURES_0
+    if OVERLAPS & (PREFETCH_LINES > 0):
+        # The first weights come while the kernel that makes the inputs still runs.
+        line = tl.arange(0, PREFETCH_LINES) * 64
+        lines = (feature + tl.arange(0, BLOCK_OUT)).to(tl.int64)[:, None] * IN_FEATURES + line[None, :]
+        prefetch_lines(weight_ptr + lines)
+        if IS_GATED:
+            prefetch_lines(weight_1_ptr + lines)
+    wait_for_inputs(OVERLAPS)
     row = tl.arange(0, ROWS)
     step = tl.arange(0, BLOCK_IN)
     is_row = row < rows
@@ -258,8 +271,10 @@ def skinny_linear_triton(
             ROWS=tile_rows,
             BLOCK_OUT=block_out,
             BLOCK_IN=block_in,
+            PREFETCH_LINES=min(_PREFETCH_LINES, max(1, next_power_of_2(x.shape[1] // 64 + 1) // 2)),
             num_warps=num_warps,
             num_stages=num_stages,
+            **overlap_options(x.device),
         )
     return out
 

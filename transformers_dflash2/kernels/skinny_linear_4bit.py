@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import device_reason, is_interpreting, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 from .skinny_linear import MAX_ROWS, device_limits
 
 
@@ -75,7 +76,9 @@ def _skinny_linear_4bit_kernel(
     BLOCK_IN: tl.constexpr,
     # Entries of a step that share a scale.
     GROUP: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     feature = (tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)).to(tl.int64)
     row = tl.arange(0, ROWS)
     step = tl.arange(0, BLOCK_IN)
@@ -265,6 +268,7 @@ def skinny_linear_4bit_triton(
             num_stages=num_stages,
             # The library rounds a scale before it adds the offset.
             enable_fp_fusion=False,
+            **overlap_options(x.device),
         )
     return out
 

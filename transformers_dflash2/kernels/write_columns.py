@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
+from .overlap import overlap_options, wait_for_inputs
 
 
 __all__ = ["write_columns_ineligible_reason", "write_columns_triton"]
@@ -48,7 +49,9 @@ def _write_columns_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     entry, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head, dim = tl.arange(0, HEAD_BLOCK)[:, None], tl.arange(0, DIM_BLOCK)[None, :]
     inside = (head < heads) & (dim < HEAD_DIM)
@@ -132,4 +135,5 @@ def write_columns_triton(
             HEAD_DIM=head_dim,
             HEAD_BLOCK=next_power_of_2(heads),
             DIM_BLOCK=next_power_of_2(head_dim),
+            **overlap_options(keys.device),
         )
