@@ -42,7 +42,12 @@ MIN_TEMPERATURE = 1e-5
 
 
 def grouped_conv(
-    hidden: torch.Tensor, base_kernel: torch.Tensor, dynamic_kernel: torch.Tensor, *, group_size: int
+    hidden: torch.Tensor,
+    base_kernel: torch.Tensor,
+    dynamic_kernel: torch.Tensor,
+    *,
+    group_size: int,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
     Grouped dynamic causal convolution over the rows of each block.
@@ -56,6 +61,8 @@ def grouped_conv(
             Coefficients of each *output* row, one per group of channels, added to `base_kernel`.
         group_size (`int`):
             Channels per group; divides `hidden_size`.
+        residual (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
+            Added to the rounded result, in the dtype of `hidden`.
 
     Returns:
         `torch.Tensor` of shape `(batch, block, hidden_size)` in the dtype of `hidden`, rounded once from fp32.
@@ -71,7 +78,8 @@ def grouped_conv(
     # NaN through.
     for tap in range(1, min(taps, block)):
         output[:, tap:] += (base[tap] + dynamic[:, tap:, tap]) * values[:, :-tap]
-    return output.view(batch, block, hidden_size).to(hidden.dtype)
+    output = output.view(batch, block, hidden_size).to(hidden.dtype)
+    return output if residual is None else residual + output
 
 
 def transform_unary(logits: torch.Tensor, *, multiplier: float = 1.0, softcap: float | None = None) -> torch.Tensor:

@@ -538,28 +538,44 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
         yield counts
 
 
+def _traceable(module: nn.Module, is_worth_it: Callable[..., bool]) -> Callable | None:
+    """A form of a module's forward that a compiler sees as products of a few rows; `None` where there is none."""
+    from .kernels.skinny_linear import skinny_linear_op
+
+    if _is_gated_silu(module):
+        gate, up, down = (_weight_of(linear) for linear in (module.gate_proj, module.up_proj, module.down_proj))
+        if is_worth_it(gate, up) and is_worth_it(down):
+            return lambda x: skinny_linear_op(skinny_linear_op(x, [gate, up], True), [down])
+    weight = _weight_of(module)
+    return (lambda x: skinny_linear_op(x, [weight])) if is_worth_it(weight) else None
+
+
 @contextmanager
 def skinny_linears(model: nn.Module) -> Iterator[int]:
     """
-    Let a model's plain linear layers, unless they are narrow, be traced as products of a few rows while the context
-    is open.
+    Let a model's plain linear layers and gated feed-forwards, unless they are narrow, be traced as products of a few
+    rows while the context is open.
 
     For a compiler, which fuses what is around the products but not the products.
 
     Yields:
-        `int`: how many layers.
+        `int`: how many modules were replaced.
     """
     count = 0
     with ExitStack() as stack:
         if unavailable_reason("triton") is None:
-            from .kernels.skinny_linear import skinny_linear_op, skinny_linear_pays
+            from .kernels.skinny_linear import skinny_linear_pays
 
-            for module in model.modules():
-                weight = _weight_of(module)
-                if weight is None or weight.dtype.itemsize != 2:
-                    continue
-                if skinny_linear_pays(weight.device, weight.shape[0]):
-                    module.forward = partial(skinny_linear_op, weight=weight)
+            def is_worth_it(*weights: torch.Tensor | None) -> bool:
+                if any(weight is None or weight.dtype.itemsize != 2 for weight in weights):
+                    return False
+                return skinny_linear_pays(weights[0].device, sum(weight.shape[0] for weight in weights))
+
+            # All are looked at before any is replaced.
+            found = [(module, _traceable(module, is_worth_it)) for module in model.modules()]
+            for module, forward in found:
+                if forward is not None:
+                    module.forward = forward
                     stack.callback(delattr, module, "forward")
                     count += 1
         yield count

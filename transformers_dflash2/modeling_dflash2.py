@@ -227,13 +227,15 @@ class DFlash2GroupedConv(nn.Module):
         dynamic = self.kernel_projection(hidden).view(*hidden.shape[:-1], 2, self.taps, self.groups)
         return self._mix(hidden, 0, dynamic[:, :, 0]), dynamic[:, :, 1]
 
-    def finish(self, hidden: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
-        """Mix the sublayer's output, before the residual is added, with the coefficients that `prepare` returned."""
-        return self._mix(hidden, 1, dynamic)
+    def finish(self, hidden: torch.Tensor, dynamic: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Mix the sublayer's output with the coefficients that `prepare` returned, and then add the residual."""
+        return self._mix(hidden, 1, dynamic, residual)
 
-    def _mix(self, hidden: torch.Tensor, side: int, dynamic: torch.Tensor) -> torch.Tensor:
-        base = self.base_kernel[side]
-        return _fast("grouped_conv", grouped_conv, hidden, base, dynamic, group_size=self.group_size)
+    def _mix(
+        self, hidden: torch.Tensor, side: int, dynamic: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        options = {"group_size": self.group_size, "residual": residual}
+        return _fast("grouped_conv", grouped_conv, hidden, self.base_kernel[side], dynamic, **options)
 
 
 class DFlash2DecoderLayer(nn.Module):
@@ -254,21 +256,25 @@ class DFlash2DecoderLayer(nn.Module):
         attention_mask: torch.Tensor | None,
         context: DFlash2ContextCache,
     ) -> torch.Tensor:
-        hidden_states = hidden_states + _convolved(
+        hidden_states = _convolved(
             self.attention_conv,
             lambda rows: self.self_attn(rows, position_embeddings, attention_mask, context),
             self.input_layernorm(hidden_states),
+            hidden_states,
         )
-        return hidden_states + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states))
+        return _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(hidden_states), hidden_states)
 
 
 def _convolved(
-    conv: DFlash2GroupedConv | None, sublayer: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    conv: DFlash2GroupedConv | None,
+    sublayer: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    residual: torch.Tensor,
 ) -> torch.Tensor:
     if conv is None:
-        return sublayer(hidden)
+        return residual + sublayer(hidden)
     hidden, dynamic = conv.prepare(hidden)
-    return conv.finish(sublayer(hidden), dynamic)
+    return conv.finish(sublayer(hidden), dynamic, residual)
 
 
 class DFlash2CandidateSelector(nn.Module):

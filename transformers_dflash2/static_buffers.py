@@ -263,6 +263,7 @@ class StaticContext:
         self.values = [torch.zeros(shape, **options) for _ in range(config.num_hidden_layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=draft.device)
         self._columns: torch.Tensor | None = None
+        self._block_columns: torch.Tensor | None = None
 
     def begin_append(self, positions: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """
@@ -282,9 +283,11 @@ class StaticContext:
         _write(self.keys[layer_idx], self.values[layer_idx], self._columns, keys, values)
 
     def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor):
-        """Write the block behind each row's context; returns the whole buffers."""
-        columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
-        _write(self.keys[layer_idx], self.values[layer_idx], columns, keys, values)
+        """Write the block behind each row's context, layer 0 first; returns the whole buffers."""
+        if layer_idx == 0:
+            # The same in every layer of a pass.
+            self._block_columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
+        _write(self.keys[layer_idx], self.values[layer_idx], self._block_columns, keys, values)
         return self.keys[layer_idx], self.values[layer_idx]
 
     def block_mask(self, *args, **kwargs) -> None:
@@ -292,7 +295,9 @@ class StaticContext:
 
     def attend(self, module, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Attention of a block over its row's context and itself; returns `(rows, block, heads, head_dim)`."""
-        output = dispatch(
+        # Written in the order in which the output projection reads it.
+        output = queries.new_empty((queries.shape[0], queries.shape[2], queries.shape[1], values.shape[3]))
+        dispatch(
             "block_attention",
             block_attention_reference,
             queries,
@@ -302,8 +307,9 @@ class StaticContext:
             scale=module.scaling,
             is_causal=module.block_is_causal,
             window=module.sliding_window,
+            out=output.transpose(1, 2),
         )
-        return output.transpose(1, 2)
+        return output
 
 
 __all__ = [

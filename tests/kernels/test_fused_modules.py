@@ -380,7 +380,6 @@ def test_linears_of_a_compiled_model(device, monkeypatch):
     """Catches a product that breaks the compiler's graph, one that stays the library's, and a stand-in left behind."""
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (1, 1 << 16))
     target = random_weights(table_target(num_hidden_layers=1, hidden_size=32, intermediate_size=64)).to(device).half()
-    linears = [module for module in target.model.modules() if isinstance(module, torch.nn.Linear)]
     ids, graphs = torch.tensor([[3, 7, 1]], device=device), []
 
     def backend(graph, inputs):
@@ -393,5 +392,6 @@ def test_linears_of_a_compiled_model(device, monkeypatch):
             actual = torch.compile(target.forward, fullgraph=True, backend=backend)(ids).logits
     assert relative_rms(actual, expected) < 5e-3
     products = [node for node in graphs[0].graph.nodes if "skinny_linear" in str(node.target)]
-    assert count == len(products) == len(linears) == 7
+    # Seven layers and the feed-forward that holds three of them: gate and up are one product.
+    assert (count, len(products)) == (8, 6)
     assert not any("forward" in vars(module) for module in target.modules())

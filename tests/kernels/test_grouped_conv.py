@@ -135,6 +135,21 @@ def test_writes_into_a_buffer(device):
     assert torch.equal(out, grouped_conv_triton(*inputs, group_size=2))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_residual(device, dtype, in_place):
+    """Catches a residual that is read by another tensor's strides, left out, or added before the rounding."""
+    inputs = conv_inputs(device, 2, 5, 2, dtype=dtype)
+    residual = torch.randn(2, 6, 8, device=device).to(dtype)[:, 1:, 2:]
+    residual = residual.contiguous() if in_place else residual
+    expected = residual + grouped_conv_triton(*inputs, group_size=2)
+    assert torch.equal(
+        grouped_conv(*inputs, group_size=2, residual=residual), residual + grouped_conv(*inputs, group_size=2)
+    )
+    out = residual if in_place else None
+    assert torch.equal(grouped_conv_triton(*inputs, group_size=2, residual=residual, out=out), expected)
+
+
 def test_empty_batch(device):
     """Catches an empty grid, which a launch refuses."""
     inputs = conv_inputs(device, 0, 3, 2)
@@ -172,6 +187,7 @@ def test_operator(device):
     """Catches a schema, fake or compiled form of the operation that disagrees with the real one."""
     inputs = conv_inputs(device, 2, 3, 2)
     opcheck(grouped_conv_op, *inputs, 2)
+    opcheck(grouped_conv_op, *inputs, 2, torch.randn_like(inputs[0]))
     compiled = torch.compile(lambda *args: grouped_conv_op(*args, 2), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(*inputs), grouped_conv_triton(*inputs, group_size=2))
 

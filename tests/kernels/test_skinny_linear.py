@@ -94,11 +94,14 @@ def test_operator(device):
     """Catches a schema, fake or compiled form of the operation that disagrees with the real one."""
     x, weight = operands(device, torch.float16, 6, 128, 32)
     x = x.view(2, 3, 128)
-    opcheck(skinny_linear_op, x, weight)
+    opcheck(skinny_linear_op, x, [weight])
+    opcheck(skinny_linear_op, x, [weight, weight], True)
     compiled = torch.compile(skinny_linear_op, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, weight).flatten(0, 1), skinny_linear_triton(x.flatten(0, 1), weight))
+    for weights, is_gated in (([weight], False), ([weight, weight.flip(0)], True), ([weight, weight[:32]], False)):
+        expected = skinny_linear_triton(x.flatten(0, 1), *weights, is_gated=is_gated)
+        assert torch.equal(compiled(x, weights, is_gated).flatten(0, 1), expected)
     # What the kernel cannot take is multiplied all the same.
-    assert torch.equal(skinny_linear_op(x, weight[:5]), torch.nn.functional.linear(x, weight[:5]))
+    assert torch.equal(skinny_linear_op(x, [weight[:5]]), torch.nn.functional.linear(x, weight[:5]))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class _PhaseProbe(StaticDecoding):
 
         def convolution():
             for conv in convs:
-                conv.finish(*conv.prepare(hidden))
+                conv.finish(*conv.prepare(hidden), hidden)
 
         parts: dict[str, Callable[[], Any]] = {"draft: convolution": convolution} if convs else {}
         if isinstance(draft, DSparkDraftModel):

@@ -35,6 +35,7 @@ def _grouped_conv_kernel(
     hidden_ptr,
     base_ptr,
     dynamic_ptr,
+    residual_ptr,
     out_ptr,
     block,
     hidden_size,
@@ -46,6 +47,9 @@ def _grouped_conv_kernel(
     dynamic_row_stride,
     dynamic_tap_stride,
     dynamic_group_stride,
+    residual_batch_stride,
+    residual_row_stride,
+    HAS_RESIDUAL: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -69,7 +73,11 @@ def _grouped_conv_kernel(
         base = tl.load(base_ptr + tap * base_tap_stride + channels, mask=fires, other=0.0).to(tl.float32)
         dynamic = tl.load(dynamic_row + tap * dynamic_tap_stride, mask=fires, other=0.0).to(tl.float32)
         total += (base + dynamic) * values
-    tl.store(out_ptr + row * hidden_size + channels, total.to(out_ptr.dtype.element_ty), mask=inside)
+    result = total.to(out_ptr.dtype.element_ty)
+    if HAS_RESIDUAL:
+        residual = residual_ptr + batch * residual_batch_stride + position * residual_row_stride + channels
+        result = (tl.load(residual, mask=inside, other=0.0).to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptr + row * hidden_size + channels, result, mask=inside)
 
 
 def grouped_conv_ineligible_reason(
@@ -78,11 +86,12 @@ def grouped_conv_ineligible_reason(
     dynamic_kernel: torch.Tensor,
     *,
     group_size: int,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> str | None:
     """Why [`grouped_conv_triton`] cannot take these arguments, or `None`."""
     reason = (
-        device_reason(hidden=hidden, base_kernel=base_kernel, dynamic_kernel=dynamic_kernel)
+        device_reason(hidden=hidden, base_kernel=base_kernel, dynamic_kernel=dynamic_kernel, residual=residual)
         or tensor_reason("hidden", hidden, shape=(None, None, None), dtypes=FLOAT_DTYPES)
         or tensor_reason("base_kernel", base_kernel, shape=(None, hidden.shape[2]), dtypes=FLOAT_DTYPES)
     )
@@ -101,6 +110,8 @@ def grouped_conv_ineligible_reason(
         dtypes=FLOAT_DTYPES,
         unit_stride=False,
     )
+    if reason is None and residual is not None:
+        reason = tensor_reason("residual", residual, shape=(batch, block, hidden_size), dtypes=(hidden.dtype,))
     if reason is None and out is not None:
         reason = out_reason("out", out, hidden, shape=(batch, block, hidden_size), dtype=hidden.dtype)
     return reason
@@ -112,6 +123,7 @@ def grouped_conv_triton(
     dynamic_kernel: torch.Tensor,
     *,
     group_size: int,
+    residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
@@ -126,13 +138,17 @@ def grouped_conv_triton(
             Coefficients of each output row and group; any strides.
         group_size (`int`):
             Channels per group.
+        residual (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
+            Added to the rounded result, in the dtype of `hidden`; adjacent channels, otherwise any strides.
         out (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
-            Buffer for the result; must not overlap `hidden`.
+            Buffer for the result; must not overlap `hidden`, may be `residual` itself.
 
     Returns:
         `torch.Tensor` of shape `(batch, block, hidden_size)` in the dtype of `hidden`, rounded once from fp32.
     """
-    reason = grouped_conv_ineligible_reason(hidden, base_kernel, dynamic_kernel, group_size=group_size, out=out)
+    reason = grouped_conv_ineligible_reason(
+        hidden, base_kernel, dynamic_kernel, group_size=group_size, residual=residual, out=out
+    )
     if reason is not None:
         raise ValueError(f"grouped_conv_triton: {reason}")
     batch, block, hidden_size = hidden.shape
@@ -146,6 +162,7 @@ def grouped_conv_triton(
             hidden,
             base_kernel,
             dynamic_kernel,
+            out if residual is None else residual,
             out,
             block,
             hidden_size,
@@ -154,6 +171,8 @@ def grouped_conv_triton(
             hidden.stride(1),
             base_kernel.stride(0),
             *dynamic_kernel.stride(),
+            *((0, 0) if residual is None else residual.stride()[:2]),
+            HAS_RESIDUAL=residual is not None,
             TAPS=base_kernel.shape[0],
             BLOCK_CHANNELS=block_channels,
             num_warps=4,
@@ -164,12 +183,16 @@ def grouped_conv_triton(
 
 @torch.library.custom_op("transformers_dflash2::grouped_conv", mutates_args=())
 def grouped_conv_op(
-    hidden: torch.Tensor, base_kernel: torch.Tensor, dynamic_kernel: torch.Tensor, group_size: int
+    hidden: torch.Tensor,
+    base_kernel: torch.Tensor,
+    dynamic_kernel: torch.Tensor,
+    group_size: int,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[`grouped_conv_triton`] for `torch.compile`."""
-    return grouped_conv_triton(hidden, base_kernel, dynamic_kernel, group_size=group_size)
+    return grouped_conv_triton(hidden, base_kernel, dynamic_kernel, group_size=group_size, residual=residual)
 
 
 @grouped_conv_op.register_fake
-def _(hidden, base_kernel, dynamic_kernel, group_size):
+def _(hidden, base_kernel, dynamic_kernel, group_size, residual=None):
     return torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)

@@ -292,13 +292,14 @@ def skinny_linear_reference(
 
 
 @torch.library.custom_op("transformers_dflash2::skinny_linear", mutates_args=())
-def skinny_linear_op(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """One weight and rows of any shape, for `torch.compile`: the kernel where it can run, else the reference."""
+def skinny_linear_op(x: torch.Tensor, weights: list[torch.Tensor], is_gated: bool = False) -> torch.Tensor:
+    """[`skinny_linear_triton`] for `torch.compile`: rows of any shape; the reference where the kernel cannot run."""
     rows = x.reshape(-1, x.shape[-1])
-    product = dispatch("skinny_linear", skinny_linear_reference, rows, weight)
-    return product.view(*x.shape[:-1], weight.shape[0])
+    product = dispatch("skinny_linear", skinny_linear_reference, rows, *weights, is_gated=is_gated)
+    return product.view(*x.shape[:-1], -1)
 
 
 @skinny_linear_op.register_fake
-def _(x, weight):
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+def _(x, weights, is_gated=False):
+    features = weights[0].shape[0] if is_gated else sum(weight.shape[0] for weight in weights)
+    return x.new_empty((*x.shape[:-1], features))
