@@ -58,7 +58,8 @@ def grouped_conv(
         base_kernel (`torch.Tensor` of shape `(taps, hidden_size)`):
             Learned coefficients; tap 0 multiplies the row itself.
         dynamic_kernel (`torch.Tensor` of shape `(batch, block, taps, hidden_size // group_size)`):
-            Coefficients of each *output* row, one per group of channels, added to `base_kernel`.
+            Coefficients of each *output* row, one per group of channels, added to `base_kernel`. With a dimension of
+            parts before all others: fp32 sums whose total, rounded to the dtype of `hidden`, are the coefficients.
         group_size (`int`):
             Channels per group; divides `hidden_size`.
         residual (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
@@ -67,6 +68,8 @@ def grouped_conv(
     Returns:
         `torch.Tensor` of shape `(batch, block, hidden_size)` in the dtype of `hidden`, rounded once from fp32.
     """
+    if dynamic_kernel.dim() == 5:
+        dynamic_kernel = dynamic_kernel.sum(dim=0).to(hidden.dtype)
     batch, block, hidden_size = hidden.shape
     taps = base_kernel.shape[0]
     groups = hidden_size // group_size

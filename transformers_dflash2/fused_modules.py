@@ -57,7 +57,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from . import compat
 from .import_utils import unavailable_reason
 from .kernels.dispatch import ineligible_reason
-from .modeling_dflash2 import DFlash2Attention
+from .modeling_dflash2 import DFlash2Attention, DFlash2GroupedConv
 
 
 def _same_code(function: Callable, like: Callable) -> bool:
@@ -200,6 +200,10 @@ def _window_of(module: nn.Module) -> Callable[[nn.Module], dict[str, Any]] | Non
     return None
 
 
+# With more rows, reading the parts costs what they gain.
+_MAX_ROWS_IN_PARTS = 64
+
+
 class _RotaryTables:
     """The kernel's table of cosines and sines, made once for the layers that share position embeddings."""
 
@@ -245,7 +249,7 @@ def _weight_of(linear: nn.Module) -> torch.Tensor | None:
         type(linear) is nn.Linear
         and linear.bias is None
         and type(linear.weight) is nn.Parameter
-        and (_is_untouched(linear) or getattr(linear.forward, "func", None) is _dense_linear)
+        and (_is_untouched(linear) or getattr(linear.forward, "func", None) in (_dense_linear, _linear_in_parts))
         and not compat.has_active_hooks(linear)
     )
     return linear.weight if is_plain else None
@@ -273,6 +277,18 @@ def _product(
 def _dense_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     product = _product(x, linear)
     return nn.Linear.forward(linear, x) if product is None else product
+
+
+def _linear_in_parts(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """A layer that is narrow for the device: sums in parts of shape `(parts, *x.shape[:-1], out_features)`."""
+    from .kernels.skinny_linear import skinny_linear_parts, skinny_linear_triton
+
+    rows, weight = x.flatten(0, -2), _weight_of(linear)
+    if weight is not None and len(rows) <= _MAX_ROWS_IN_PARTS:
+        options = {"parts": skinny_linear_parts(x.device, *weight.shape[::-1])}
+        if options["parts"] > 1 and ineligible_reason("skinny_linear", rows, weight, **options) is None:
+            return skinny_linear_triton(rows, weight, **options).unflatten(1, x.shape[:-1])
+    return _dense_linear(linear, x)
 
 
 def _is_linear_4bit(module: nn.Module) -> bool:
@@ -480,8 +496,12 @@ def _convolving_files(models: tuple[nn.Module, ...]) -> list[ModuleType]:
     return [file for file in files if _same_code(getattr(file, "causal_conv1d_fn", None), causal_conv1d_fn)]
 
 
-def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] | None:
-    """What takes the place of a module's forward, and what it is called in counts."""
+def _stand_in(module: nn.Module, tables: _RotaryTables, is_coefficients: bool = False) -> tuple[str, Callable] | None:
+    """
+    What takes the place of a module's forward, and what it is called in counts.
+
+    The coefficients of a convolution are read by a kernel that adds up parts.
+    """
     options = _norm_options(module)
     if options is not None:
         return "norm", partial(_fused_norm, module, options)
@@ -493,7 +513,7 @@ def _stand_in(module: nn.Module, tables: _RotaryTables) -> tuple[str, Callable] 
         return "linear_4bit", partial(_linear_4bit, module)
     weight = _weight_of(module)
     if weight is not None and weight.dtype.itemsize == 2:
-        return "linear", partial(_dense_linear, module)
+        return "linear", partial(_linear_in_parts if is_coefficients else _dense_linear, module)
     mixer = _mixer_of(module)
     if mixer is not None:
         options = _norm_options(module.post_attention_layernorm)
@@ -524,7 +544,12 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
             # A head is wide enough for the library's product.
             heads = [model.get_output_embeddings() for model in models if isinstance(model, PreTrainedModel)]
             dense_heads = {id(head) for head in heads if type(head) is nn.Linear}
-            found = [(module, _stand_in(module, tables)) for module in modules if id(module) not in dense_heads]
+            coefficients = {id(m.kernel_projection) for m in modules if isinstance(m, DFlash2GroupedConv)}
+            found = [
+                (module, _stand_in(module, tables, id(module) in coefficients))
+                for module in modules
+                if id(module) not in dense_heads
+            ]
             for module, stand_in in found:
                 if stand_in is not None:
                     kind, module.forward = stand_in

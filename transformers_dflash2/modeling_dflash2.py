@@ -222,10 +222,11 @@ class DFlash2GroupedConv(nn.Module):
             hidden (`torch.Tensor` of shape `(batch, block, hidden_size)`): Normed input of the sublayer.
 
         Returns:
-            The mixed input, and the output side's coefficients of shape `(batch, block, taps, groups)`.
+            The mixed input, and the output side's coefficients of shape `(batch, block, taps, groups)`. Where the
+            projection leaves its sums in parts, they come before all other dimensions.
         """
-        dynamic = self.kernel_projection(hidden).view(*hidden.shape[:-1], 2, self.taps, self.groups)
-        return self._mix(hidden, 0, dynamic[:, :, 0]), dynamic[:, :, 1]
+        dynamic = self.kernel_projection(hidden).unflatten(-1, (2, self.taps, self.groups))
+        return self._mix(hidden, 0, dynamic[..., 0, :, :]), dynamic[..., 1, :, :]
 
     def finish(self, hidden: torch.Tensor, dynamic: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         """Mix the sublayer's output with the coefficients that `prepare` returned, and then add the residual."""

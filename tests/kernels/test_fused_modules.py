@@ -296,6 +296,32 @@ def test_half_types_stream_their_weights(device, launches, kv_heads, monkeypatch
         assert relative_rms(mine, truth) <= 1.5 * relative_rms(theirs, truth) < 0.02
 
 
+def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypatch):
+    """Catches parts that are cut where they are not read as parts, or read with another convolution's layout."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (4, 1 << 16))
+    options = {"hidden_size": 128, "conv_group_size": 4, "target_layer_ids": [0, 1]}
+    target = table_target(num_hidden_layers=2, hidden_size=128)
+    draft = random_weights(random_drafter(target, **options), std=0.05).half().to(device)
+    conv, shape = draft.layers[0].mlp_conv, (2, 5, 128)
+    hidden, residual = (torch.randn(shape, device=device).half() for _ in range(2))
+
+    def both_sides():
+        with torch.no_grad():
+            mixed, dynamic = conv.prepare(hidden)
+            return mixed, conv.finish(mixed, dynamic, residual), dynamic
+
+    *expected, dynamic = both_sides()
+    with fused_modules(draft):
+        *actual, parts = both_sides()
+        assert (dynamic.dim(), parts.dim()) == (4, 5) and len(parts) == 2
+        assert launches["skinny_linear"] == 1
+        # A layer that no convolution reads gives its sums as they are.
+        assert draft.layers[0].self_attn.o_proj(hidden[..., : draft.layers[0].self_attn.o_proj.in_features]).dim() == 3
+    for mine, plain in zip(actual, expected, strict=True):
+        assert relative_rms(mine, plain) < 2e-3
+
+
 def test_narrow_layers_stay_with_the_library(device, launches, monkeypatch):
     """Catches a product that leaves most of a device idle, also in a compiled target."""
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (6, 1 << 16))

@@ -98,6 +98,17 @@ def test_mixed_dtypes(device):
     assert relative_rms(output, exact) < 1e-3
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_coefficients_in_parts(device, dtype):
+    """Catches a part that is left out or counted twice, and a total that is not rounded as a product is."""
+    hidden, base, _ = conv_inputs(device, 2, 5, 2, dtype=dtype)
+    parts = torch.randn(3, 2, 5, 2, 2, 3, device=device)[..., 1, :, :]
+    total = (parts[0] + parts[1] + parts[2]).to(dtype)
+    output = grouped_conv_triton(hidden, base, parts, group_size=2)
+    assert torch.equal(output, grouped_conv_triton(hidden, base, total, group_size=2))
+    assert relative_rms(grouped_conv(hidden, base, parts, group_size=2), output) < 2 * torch.finfo(dtype).eps
+
+
 def test_strided_inputs(device):
     """Catches contiguous addressing: `prepare` and `finish` pass slices of one projection."""
     hidden, base, _ = conv_inputs(device, 2, 5, 2)
@@ -165,6 +176,7 @@ def test_empty_batch(device):
         pytest.param({"base_kernel": lambda x: x[:, 1:]}, "base_kernel has shape", id="base-width"),
         pytest.param({"base_kernel": lambda x: x[:0]}, "base_kernel has no taps", id="no-taps"),
         pytest.param({"dynamic_kernel": lambda x: x[:, :, :1]}, "dynamic_kernel has shape", id="taps"),
+        pytest.param({"dynamic_kernel": lambda x: x[None].half()}, "dynamic_kernel is float16", id="half-parts"),
         pytest.param({"group_size": lambda x: 4}, "group_size=4 does not divide hidden_size=6", id="group-size"),
         pytest.param({"group_size": lambda x: 0}, "group_size=0", id="group-size-0"),
         pytest.param({"out": lambda x: torch.zeros(1)}, "out has shape", id="out"),

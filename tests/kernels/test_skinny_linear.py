@@ -19,11 +19,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_checks import BF16, FP16, assert_as_exact_as, opcheck  # noqa: E402
+from kernel_checks import BF16, FP16, assert_as_exact_as, opcheck, relative_rms  # noqa: E402
 
+from transformers_dflash2.kernels import skinny_linear  # noqa: E402
 from transformers_dflash2.kernels.skinny_linear import (  # noqa: E402
     skinny_linear_ineligible_reason,
     skinny_linear_op,
+    skinny_linear_parts,
     skinny_linear_reference,
     skinny_linear_triton,
 )
@@ -82,6 +84,28 @@ def test_residual_and_strides(device, dtype):
     assert torch.equal(buffer, actual)
 
 
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("parts", [2, 8])
+def test_parts(device, dtype, parts):
+    """Catches a part that reads or writes where another does, and one that is rounded."""
+    x, weight = operands(device, dtype, 5, 1024, 64)
+    actual = skinny_linear_triton(x, weight, parts=parts)
+    expected = exact(x, weight, parts=parts)
+    assert actual.dtype == torch.float32 and actual.shape == (parts, 5, 64)
+    assert relative_rms(actual, expected) < 1e-5
+    assert relative_rms(actual.sum(dim=0), exact(x, weight)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "parts"),
+    [(4096, 1024, 8), (4096, 8192, 1), (192, 32, 1), (256, 32, 4), (256, 4, 4)],
+)
+def test_number_of_parts(monkeypatch, in_features, out_features, parts):
+    """Catches a device that is left idle, and parts that the kernel refuses."""
+    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (132, 1 << 16))
+    assert skinny_linear_parts(torch.device("cpu"), in_features, out_features) == parts
+
+
 def test_rows_do_not_meet(device):
     """Catches rows that leak into each other: a NaN stays in its row."""
     x, weight = operands(device, torch.float16, 4, 128, 32)
@@ -113,6 +137,8 @@ def test_operator(device):
         pytest.param(lambda t: ({"weights": [t["weights"][0][:, :64]]}), "should be", id="inputs"),
         pytest.param(lambda t: ({"weights": t["weights"] * 4}), "there are 4 weights", id="weights"),
         pytest.param(lambda t: ({"is_gated": True}), "a gated product takes two weights", id="gated"),
+        pytest.param(lambda t: ({"parts": 4}), "128 inputs are no multiple of parts=4", id="parts"),
+        pytest.param(lambda t: ({"parts": 2, "residual": t["x"]}), "goes with one weight", id="parts-and-residual"),
         pytest.param(lambda t: ({"residual": t["x"]}), "residual has shape", id="residual"),
     ],
 )

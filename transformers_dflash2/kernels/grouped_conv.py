@@ -43,6 +43,7 @@ def _grouped_conv_kernel(
     hidden_batch_stride,
     hidden_row_stride,
     base_tap_stride,
+    dynamic_part_stride,
     dynamic_batch_stride,
     dynamic_row_stride,
     dynamic_tap_stride,
@@ -50,6 +51,7 @@ def _grouped_conv_kernel(
     residual_batch_stride,
     residual_row_stride,
     HAS_RESIDUAL: tl.constexpr,
+    PARTS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -72,6 +74,11 @@ def _grouped_conv_kernel(
         values = tl.load(hidden_row - tap * hidden_row_stride, mask=fires, other=0.0).to(tl.float32)
         base = tl.load(base_ptr + tap * base_tap_stride + channels, mask=fires, other=0.0).to(tl.float32)
         dynamic = tl.load(dynamic_row + tap * dynamic_tap_stride, mask=fires, other=0.0).to(tl.float32)
+        if PARTS > 1:
+            for part in tl.static_range(1, PARTS):
+                share = dynamic_row + part * dynamic_part_stride + tap * dynamic_tap_stride
+                dynamic += tl.load(share, mask=fires, other=0.0)
+            dynamic = dynamic.to(out_ptr.dtype.element_ty).to(tl.float32)
         total += (base + dynamic) * values
     result = total.to(out_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
@@ -103,13 +110,10 @@ def grouped_conv_ineligible_reason(
         return "base_kernel has no taps; the convolution needs one at least"
     if group_size < 1 or hidden_size % group_size:
         return f"group_size={group_size} does not divide hidden_size={hidden_size}; choose a divisor"
-    reason = tensor_reason(
-        "dynamic_kernel",
-        dynamic_kernel,
-        shape=(batch, block, taps, hidden_size // group_size),
-        dtypes=FLOAT_DTYPES,
-        unit_stride=False,
-    )
+    shape, dtypes = (batch, block, taps, hidden_size // group_size), FLOAT_DTYPES
+    if dynamic_kernel.dim() == 5:
+        shape, dtypes = (None, *shape), (torch.float32,)
+    reason = tensor_reason("dynamic_kernel", dynamic_kernel, shape=shape, dtypes=dtypes, unit_stride=False)
     if reason is None and residual is not None:
         reason = tensor_reason("residual", residual, shape=(batch, block, hidden_size), dtypes=(hidden.dtype,))
     if reason is None and out is not None:
@@ -135,7 +139,8 @@ def grouped_conv_triton(
         base_kernel (`torch.Tensor` of shape `(taps, hidden_size)`):
             Learned coefficients.
         dynamic_kernel (`torch.Tensor` of shape `(batch, block, taps, hidden_size // group_size)`):
-            Coefficients of each output row and group; any strides.
+            Coefficients of each output row and group; any strides. With a dimension of parts before all others: fp32
+            sums whose total, rounded to the dtype of `hidden`, are the coefficients.
         group_size (`int`):
             Channels per group.
         residual (`torch.Tensor` of shape `(batch, block, hidden_size)`, *optional*):
@@ -170,9 +175,11 @@ def grouped_conv_triton(
             hidden.stride(0),
             hidden.stride(1),
             base_kernel.stride(0),
+            *((0,) if dynamic_kernel.dim() == 4 else ()),
             *dynamic_kernel.stride(),
             *((0, 0) if residual is None else residual.stride()[:2]),
             HAS_RESIDUAL=residual is not None,
+            PARTS=dynamic_kernel.shape[0] if dynamic_kernel.dim() == 5 else 1,
             TAPS=base_kernel.shape[0],
             BLOCK_CHANNELS=block_channels,
             num_warps=4,

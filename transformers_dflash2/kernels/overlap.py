@@ -27,6 +27,7 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 `prefetch`.
 """
 
+import os
 from functools import lru_cache
 from typing import Any
 
@@ -36,6 +37,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
+SMALL_FIRST = tl.constexpr(os.environ.get("T_SMALL", "first") == "first")
+BIG_AFTER = tl.constexpr(os.environ.get("T_BIG", "end") == "after")
+
 __all__ = ["overlap_options", "prefetch_lines", "wait_for_inputs"]
 
 
@@ -43,8 +47,27 @@ __all__ = ["overlap_options", "prefetch_lines", "wait_for_inputs"]
 def wait_for_inputs(OVERLAPS: tl.constexpr):
     """Let the next kernel be placed, and wait for the end of the one before."""
     if OVERLAPS:
-        gdc_launch_dependents()
+        if SMALL_FIRST:
+            gdc_launch_dependents()
+            gdc_wait()
+        else:
+            gdc_wait()
+            gdc_launch_dependents()
+
+
+@triton.jit
+def wait_only(OVERLAPS: tl.constexpr):
+    if OVERLAPS:
         gdc_wait()
+        if BIG_AFTER:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def let_next_start(OVERLAPS: tl.constexpr):
+    if OVERLAPS:
+        if not BIG_AFTER:
+            gdc_launch_dependents()
 
 
 @triton.jit

@@ -32,13 +32,14 @@ import triton
 import triton.language as tl
 
 from .dispatch import device_reason, dispatch, is_interpreting, next_power_of_2, out_reason, tensor_reason
-from .overlap import overlap_options, prefetch_lines, wait_for_inputs
+from .overlap import let_next_start, overlap_options, prefetch_lines, wait_only
 
 
 __all__ = [
     "MAX_ROWS",
     "skinny_linear_ineligible_reason",
     "skinny_linear_op",
+    "skinny_linear_parts",
     "skinny_linear_pays",
     "skinny_linear_reference",
     "skinny_linear_triton",
@@ -48,7 +49,9 @@ __all__ = [
 MAX_ROWS = 64
 # Every program's share of the output features divides by it.
 _FEATURES_MULTIPLE = 32
-_PREFETCH_LINES = 8
+# And every part of the inputs by this.
+_PART_MULTIPLE = 64
+_PREFETCH_BYTES = 8 << 20
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -67,6 +70,8 @@ def _skinny_linear_kernel(
     FEATURES_0: tl.constexpr,
     FEATURES_1: tl.constexpr,
     IN_FEATURES: tl.constexpr,
+    # Inputs that a program adds up.
+    SHARE: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     IN_FP32: tl.constexpr,
@@ -90,21 +95,22 @@ def _skinny_linear_kernel(
             feature = first - FEATURES_0
     if OVERLAPS & (PREFETCH_LINES > 0):
         # The first weights come while the kernel that makes the inputs still runs.
-        line = tl.arange(0, PREFETCH_LINES) * 64
+        line = tl.program_id(1) * SHARE + tl.arange(0, PREFETCH_LINES) * 64
         lines = (feature + tl.arange(0, BLOCK_OUT)).to(tl.int64)[:, None] * IN_FEATURES + line[None, :]
         prefetch_lines(weight_ptr + lines)
         if IS_GATED:
             prefetch_lines(weight_1_ptr + lines)
-    wait_for_inputs(OVERLAPS)
+    wait_only(OVERLAPS)
     row = tl.arange(0, ROWS)
-    step = tl.arange(0, BLOCK_IN)
+    share = tl.program_id(1)
+    step = share * SHARE + tl.arange(0, BLOCK_IN)
     is_row = row < rows
     x_ptrs = x_ptr + row[:, None] * x_stride + step[None, :]
     offsets = (feature + tl.arange(0, BLOCK_OUT)).to(tl.int64)[None, :] * IN_FEATURES + step[:, None]
     sums = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
     gated = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK_IN):
-        if IN_FEATURES % BLOCK_IN == 0:
+    for start in range(0, SHARE, BLOCK_IN):
+        if SHARE % BLOCK_IN == 0:
             x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
             weight = tl.load(weight_ptr + offsets + start, eviction_policy="evict_first")
         else:
@@ -115,11 +121,12 @@ def _skinny_linear_kernel(
             x = x.to(tl.float32)
         sums = tl.dot(x, weight.to(x.dtype), sums, input_precision="ieee")
         if IS_GATED:
-            if IN_FEATURES % BLOCK_IN == 0:
+            if SHARE % BLOCK_IN == 0:
                 weight = tl.load(weight_1_ptr + offsets + start, eviction_policy="evict_first")
             else:
                 weight = tl.load(weight_1_ptr + offsets + start, mask=inside[:, None], other=0.0)
             gated = tl.dot(x, weight.to(x.dtype), gated, input_precision="ieee")
+    let_next_start(OVERLAPS)
     dtype = out_ptr.dtype.element_ty
     result = sums.to(dtype).to(tl.float32)
     if IS_GATED:
@@ -131,7 +138,8 @@ def _skinny_linear_kernel(
             residual_ptr + row[:, None] * residual_stride + column[None, :], mask=is_row[:, None], other=0.0
         )
         result += residual.to(tl.float32)
-    tl.store(out_ptr + row[:, None] * OUT_FEATURES + column[None, :], result.to(dtype), mask=is_row[:, None])
+    places = (share * rows + row)[:, None] * OUT_FEATURES + column[None, :]
+    tl.store(out_ptr + places, result.to(dtype), mask=is_row[:, None])
 
 
 def skinny_linear_ineligible_reason(
@@ -139,6 +147,7 @@ def skinny_linear_ineligible_reason(
     *weights: torch.Tensor,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    parts: int = 1,
     out: torch.Tensor | None = None,
 ) -> str | None:
     """Why [`skinny_linear_triton`] cannot take these arguments, or `None`."""
@@ -162,13 +171,22 @@ def skinny_linear_ineligible_reason(
             reason = f"{name} has {weight.shape[0]} output features, which {_FEATURES_MULTIPLE} does not divide"
         if reason is not None:
             return reason
-    shape = (x.shape[0], weights[0].shape[0] if is_gated else sum(weight.shape[0] for weight in weights))
+    shape, dtype = (
+        (x.shape[0], weights[0].shape[0] if is_gated else sum(weight.shape[0] for weight in weights)),
+        x.dtype,
+    )
+    if parts != 1:
+        if len(weights) != 1 or residual is not None:
+            return f"parts={parts} goes with one weight and no residual"
+        if parts < 1 or x.shape[1] % (parts * _PART_MULTIPLE):
+            return f"{x.shape[1]} inputs are no multiple of parts={parts} times {_PART_MULTIPLE}"
+        shape, dtype = (parts, *shape), torch.float32
     if residual is not None:
         if is_gated or len(weights) != 1:
             return "a residual goes with one weight"
         reason = tensor_reason("residual", residual, shape=shape, dtypes=(x.dtype,))
     if reason is None and out is not None:
-        reason = out_reason("out", out, x, shape=shape, dtype=x.dtype)
+        reason = out_reason("out", out, x, shape=shape, dtype=dtype)
     return reason
 
 
@@ -196,6 +214,22 @@ def skinny_linear_pays(device: torch.device, out_features: int) -> bool:
     return out_features // 16 >= device_limits(device)[0]
 
 
+def skinny_linear_parts(device: torch.device, in_features: int, out_features: int) -> int:
+    """
+    Into how many parts a product that is too narrow for a device is cut, so that its weights arrive from all of it.
+
+    Args:
+        device (`torch.device`): Where it runs.
+        in_features (`int`): Inputs of the weight.
+        out_features (`int`): Outputs of the weight.
+    """
+    parts, programs = 1, max(1, out_features // _FEATURES_MULTIPLE)
+    # Some programs for every multiprocessor, each with enough to read.
+    while programs * parts <= device_limits(device)[0] and in_features % (2 * parts * _PART_MULTIPLE) == 0:
+        parts *= 2
+    return parts
+
+
 @lru_cache(maxsize=256)
 def _launch(device: torch.device, rows: int, in_features: int, out_features: int, is_gated: bool):
     """
@@ -216,11 +250,17 @@ def _launch(device: torch.device, rows: int, in_features: int, out_features: int
     return block_out, block_in, max(1, min(num_stages, (shared_memory - 2048) // stage)), num_warps
 
 
+def _prefetched_lines(in_features, features):
+    lines = min(in_features // 64, _PREFETCH_BYTES // (128 * features))
+    return 0 if _PREFETCH_BYTES == 0 else max(1, next_power_of_2(lines + 1) // 2)
+
+
 def skinny_linear_triton(
     x: torch.Tensor,
     *weights: torch.Tensor,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    parts: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
@@ -236,24 +276,33 @@ def skinny_linear_triton(
             first.
         residual (`torch.Tensor` of shape `(rows, out_features)`, *optional*):
             Added to the product with a single weight.
+        parts (`int`, *optional*, defaults to 1):
+            How many programs share the inputs of a feature of a single weight, see [`skinny_linear_parts`]. Whoever
+            reads the result adds up what they found.
         out (`torch.Tensor`, *optional*):
             Contiguous buffer for the result; may be `residual` itself.
 
     Returns:
-        `torch.Tensor` of shape `(rows, out_features)`, the features of several weights side by side.
+        `torch.Tensor` of shape `(rows, out_features)`, the features of several weights side by side; of more than one
+        part, fp32 sums of shape `(parts, rows, out_features)`.
     """
-    reason = skinny_linear_ineligible_reason(x, *weights, is_gated=is_gated, residual=residual, out=out)
+    reason = skinny_linear_ineligible_reason(x, *weights, is_gated=is_gated, residual=residual, parts=parts, out=out)
     if reason is not None:
         raise ValueError(f"skinny_linear_triton: {reason}")
     features = [weight.shape[0] for weight in weights]
     out_features = features[0] if is_gated else sum(features)
-    out = x.new_empty(x.shape[0], out_features) if out is None else out
+    if out is None and parts == 1:
+        out = x.new_empty(x.shape[0], out_features)
+    elif out is None:
+        out = x.new_empty(parts, x.shape[0], out_features, dtype=torch.float32)
     tile_rows = max(16, next_power_of_2(x.shape[0]))
-    block_out, block_in, num_stages, num_warps = _launch(x.device, tile_rows, x.shape[1], out_features, is_gated)
+    share = x.shape[1] // parts
+    launch = _launch(x.device, tile_rows, share, out_features, is_gated) if parts == 1 else (32, 64, 8, 4)
+    block_out, block_in, num_stages, num_warps = launch
     # Weights that there are not still need a pointer.
     pointers = [*weights, *weights[:1] * 2][:3]
     with torch.cuda.device_of(x):
-        _skinny_linear_kernel[(out_features // block_out,)](
+        _skinny_linear_kernel[(out_features // block_out, parts)](
             x,
             *pointers,
             x if residual is None else residual,
@@ -265,13 +314,14 @@ def skinny_linear_triton(
             FEATURES_0=features[0],
             FEATURES_1=features[1] if len(features) > 1 else 0,
             IN_FEATURES=x.shape[1],
+            SHARE=share,
             IS_GATED=is_gated,
             HAS_RESIDUAL=residual is not None,
             IN_FP32=is_interpreting(),
             ROWS=tile_rows,
             BLOCK_OUT=block_out,
             BLOCK_IN=block_in,
-            PREFETCH_LINES=min(_PREFETCH_LINES, max(1, next_power_of_2(x.shape[1] // 64 + 1) // 2)),
+            PREFETCH_LINES=_prefetched_lines(share, sum(features) * parts),
             num_warps=num_warps,
             num_stages=num_stages,
             **overlap_options(x.device),
@@ -280,9 +330,17 @@ def skinny_linear_triton(
 
 
 def skinny_linear_reference(
-    x: torch.Tensor, *weights: torch.Tensor, is_gated: bool = False, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    *weights: torch.Tensor,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+    parts: int = 1,
 ) -> torch.Tensor:
     """The same in plain PyTorch; arguments of [`skinny_linear_triton`]."""
+    if parts > 1:
+        x, weight = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in (x, weights[0]))
+        pairs = zip(x.chunk(parts, dim=1), weight.chunk(parts, dim=1), strict=True)
+        return torch.stack([torch.nn.functional.linear(*pair) for pair in pairs])
     products = [torch.nn.functional.linear(x, weight) for weight in weights]
     if is_gated:
         return torch.nn.functional.silu(products[0]) * products[1]
