@@ -113,7 +113,9 @@ def test_table_in_the_middle(device):
     expected = torch.cat([cos[..., :4], sin[..., :4]], dim=-1)
     table = cos_sin_table(cos, sin)
     assert torch.equal(table, expected) and table.data_ptr() == out[0, 0, 4:].data_ptr()
-    # Copies, one tensor of both the other way round, and both in one but with rows of their own.
+    # Parts of two results, copies, one tensor of both the other way round, and both in one with rows of their own.
+    doubled = cos_sin_table(cos, (2 * out).chunk(2, dim=-1)[1])
+    assert torch.equal(doubled, torch.cat([cos[..., :4], 2 * sin[..., :4]], dim=-1))
     assert torch.equal(cos_sin_table(cos.clone(), sin.clone()), expected)
     assert torch.equal(cos_sin_table(*torch.cat([sin, cos], dim=-1).chunk(2, dim=-1)[::-1]), expected)
     assert torch.equal(cos_sin_table(*torch.stack([cos, sin])), expected)
