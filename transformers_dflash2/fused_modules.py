@@ -17,7 +17,8 @@ A decoder layer of the host is some thirty launches around its seven matrix prod
 than its arithmetic. While the context is open
 
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
-* query and key norms and the rotary embedding of a layer run as one kernel on its joined projections;
+* cosines and sines of the rotary embedding are made by one kernel;
+* query and key norms and the rotation of a layer run as one kernel on its joined projections;
 * `silu(gate) * up` runs as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
@@ -50,7 +51,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama import modeling_llama
 from transformers.models.mistral.modeling_mistral import MistralAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNormGated, causal_conv1d_fn
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer
 
@@ -122,6 +123,24 @@ def _is_gated_silu(module: nn.Module) -> bool:
         type(getattr(module, "act_fn", None)) in (nn.SiLU, type(ACT2FN["silu"]))
         and _is_untouched(module)
         and _same_code(type(module).forward, modeling_llama.LlamaMLP.forward)
+    )
+
+
+# Rotary classes whose forward is known; transformers 5.17 writes the same in two ways.
+_ROTARY_KINDS = (modeling_llama.LlamaRotaryEmbedding, Qwen3RotaryEmbedding)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    """Whether a module makes position embeddings as Llama does, from frequencies that never change."""
+    rope_type = getattr(module, "rope_type", None)
+    return (
+        isinstance(getattr(module, "inv_freq", None), torch.Tensor)
+        # What the decorator of the host's forwards looks for to recompute the frequencies.
+        and isinstance(rope_type, str)
+        and "dynamic" not in rope_type
+        and rope_type != "longrope"
+        and _is_untouched(module)
+        and any(_same_code(type(module).forward, kind.forward) for kind in _ROTARY_KINDS)
     )
 
 
@@ -215,8 +234,9 @@ class _RotaryTables:
         """`(rows, head_dim)` table and the place of each row of a `(batch, block)` block in it."""
         known = self._tables.get(id(cos))
         if known is None or known[0] is not cos:
-            half = cos.shape[-1] // 2
-            table = torch.cat([cos[..., :half], sin[..., :half]], dim=-1).expand(batch, -1, -1).flatten(0, 1)
+            from .kernels.rotary_embedding import cos_sin_table
+
+            table = cos_sin_table(cos, sin).expand(batch, -1, -1).flatten(0, 1)
             places = torch.arange(table.shape[0], device=table.device)
             known = self._tables[id(cos)] = (cos, table, places)
         return known[1:]
@@ -241,6 +261,15 @@ def _fused_gated_norm(module: nn.Module, hidden_states: torch.Tensor, gate: torc
     from .kernels import gated_rms_norm_triton
 
     return gated_rms_norm_triton(*arguments, **options)
+
+
+def _fused_rotary(module: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments, options = (position_ids, module.inv_freq), {"scaling": module.attention_scaling, "dtype": x.dtype}
+    if ineligible_reason("rotary_embedding", *arguments, **options) is not None:
+        return type(module).forward(module, x, position_ids)
+    from .kernels import rotary_embedding_triton
+
+    return rotary_embedding_triton(*arguments, **options).chunk(2, dim=-1)
 
 
 def _weight_of(linear: nn.Module) -> torch.Tensor | None:
@@ -507,6 +536,8 @@ def _stand_in(module: nn.Module, tables: _RotaryTables, is_coefficients: bool = 
         return "norm", partial(_fused_norm, module, options)
     if _is_gated_norm(module):
         return "gated_norm", partial(_fused_gated_norm, module)
+    if _is_rotary(module):
+        return "rotary", partial(_fused_rotary, module)
     if _is_gated_silu(module):
         return "mlp", partial(_fused_mlp, module)
     if _is_linear_4bit(module):

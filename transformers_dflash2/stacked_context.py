@@ -86,11 +86,10 @@ class StackedContext:
             counts (`torch.LongTensor` of shape `(rows,)`): Entries of each row that are committed.
         """
         from .kernels.context_kv import context_kv_triton
+        from .kernels.rotary_embedding import cos_sin_table
 
         fused = draft.hidden_norm(draft.fc(features))
-        cos, sin = draft.rotary_emb(fused, positions)
-        half = cos.shape[-1] // 2
-        table = torch.cat([cos[..., :half], sin[..., :half]], dim=-1).flatten(0, 1)
+        table = cos_sin_table(*draft.rotary_emb(fused, positions)).flatten(0, 1)
         places = torch.arange(table.shape[0], device=table.device).view(positions.shape)
         columns = self.context.begin_append(positions, counts)
         context_kv_triton(

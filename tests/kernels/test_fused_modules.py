@@ -23,11 +23,16 @@ pytest.importorskip("triton")
 
 from families import FAMILIES  # noqa: E402
 from kernel_checks import relative_rms  # noqa: E402
+from transformers import LlamaConfig, Qwen3Config  # noqa: E402
 from transformers.cache_utils import Cache, DynamicCache  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding  # noqa: E402
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig  # noqa: E402
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding  # noqa: E402
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding  # noqa: E402
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 
 from transformers_dflash2 import compat, kernels, static_decoding  # noqa: E402
-from transformers_dflash2.fused_modules import _fused_convolution, fused_modules, skinny_linears  # noqa: E402
+from transformers_dflash2.fused_modules import _fused_convolution, _RotaryTables, fused_modules, skinny_linears  # noqa: E402
 from transformers_dflash2.kernels import skinny_linear  # noqa: E402
 from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
     block_attention_lengths,
@@ -46,7 +51,7 @@ from transformers_dflash2.testing import (  # noqa: E402
 
 # Sums in another order, through two layers.
 FP32_RELATIVE_RMS = 1e-5
-LAUNCHERS = ("rms_norm", "gated_rms_norm", "short_conv", "silu_mul", "qk_norm_rope")
+LAUNCHERS = ("rms_norm", "gated_rms_norm", "short_conv", "silu_mul", "rotary_embedding", "qk_norm_rope")
 
 
 @pytest.fixture
@@ -98,17 +103,18 @@ def block_logits(target, fused):
     return logits, counts, layers
 
 
+DENSE = {"norm": 5, "mlp": 2, "layer": 2, "attention": 2, "rotary": 1}
+
+
 @pytest.mark.parametrize(
     ("model_type", "options", "kinds", "ropes"),
     [
-        pytest.param("qwen3", {}, {"norm": 9, "mlp": 2, "layer": 2, "attention": 2}, 2, id="qwen3"),
-        pytest.param("llama", {}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="llama"),
-        pytest.param("qwen2", {}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="qwen2-biases"),
-        pytest.param(
-            "mistral", {"sliding_window": 3}, {"norm": 5, "mlp": 2, "layer": 2, "attention": 2}, 2, id="mistral-window"
-        ),
+        pytest.param("qwen3", {}, {**DENSE, "norm": 9}, 2, id="qwen3"),
+        pytest.param("llama", {}, DENSE, 2, id="llama"),
+        pytest.param("qwen2", {}, DENSE, 2, id="qwen2-biases"),
+        pytest.param("mistral", {"sliding_window": 3}, DENSE, 2, id="mistral-window"),
         # Its rotation covers half a head, its norms have biases, its layer adds both sublayers at once.
-        pytest.param("phi", {}, {}, 0, id="phi-left-alone"),
+        pytest.param("phi", {}, {"rotary": 1}, 0, id="phi-left-alone"),
     ],
 )
 def test_fused_model_equals_the_model(device, launches, model_type, options, kinds, ropes):
@@ -118,10 +124,11 @@ def test_fused_model_equals_the_model(device, launches, model_type, options, kin
     assert not any(launches.values())
     actual, counts, layers = block_logits(target, fused=True)
     assert dict(counts) == kinds
+    assert launches["rotary_embedding"] == 1
     assert launches["qk_norm_rope"] == ropes
-    assert bool(launches["silu_mul"]) == bool(kinds)
+    assert bool(launches["silu_mul"]) == ("mlp" in kinds)
     # The first norm and the last, and per layer the one before attention and, unless fused, those of heads.
-    assert launches["rms_norm"] == (5 if kinds else 0)
+    assert launches["rms_norm"] == (5 if "norm" in kinds else 0)
     assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
     for mine, theirs in zip(layers, expected_layers, strict=True):
         assert relative_rms(mine.keys, theirs.keys) < FP32_RELATIVE_RMS
@@ -151,6 +158,68 @@ def test_a_call_without_a_cache_is_the_classes_own(device, launches):
     assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
 
 
+ORIGINAL = {"original_max_position_embeddings": 64}
+ROPES = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **ORIGINAL},
+    "yarn": {"factor": 4.0, **ORIGINAL},
+    "dynamic": {"factor": 2.0},
+    "longrope": {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, **ORIGINAL},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("rope_type", ROPES)
+@pytest.mark.parametrize(
+    ("kind", "config"), [(LlamaRotaryEmbedding, LlamaConfig), (Qwen3RotaryEmbedding, Qwen3Config)]
+)
+def test_rotary_module(device, launches, kind, config, rope_type, dtype):
+    """Catches a scaling that is forgotten, and frequencies that should have followed the positions."""
+    parameters = {"rope_type": rope_type, "rope_theta": 1e4, **ROPES[rope_type]}
+    options = {"head_dim": 16, "max_position_embeddings": 256, "rope_parameters": parameters}
+    module, other = kind(config(**options)).to(device), kind(config(**options)).to(device)
+    follows = rope_type in ("dynamic", "longrope")
+    with torch.no_grad(), fused_modules(module) as counts:
+        assert dict(counts) == ({} if follows else {"rotary": 1})
+        # Past the length that was trained, and back.
+        for start in (0, 250, 0):
+            positions = start + torch.arange(20, device=device)[None]
+            hidden = torch.empty(0, dtype=dtype, device=device)
+            actual, expected = (m(hidden, position_ids=positions) for m in (module, other))
+            for mine, theirs in zip(actual, expected, strict=True):
+                assert mine.dtype == dtype
+                assert torch.allclose(mine, theirs, rtol=0, atol=2**-22 if dtype == torch.float32 else 2**-10)
+    assert launches["rotary_embedding"] == (0 if follows else 3)
+
+
+def test_positions_of_several_axes_are_the_classes_own(device, launches):
+    """Catches three positions of a token that are taken for three rows."""
+    module = LlamaRotaryEmbedding(LlamaConfig(head_dim=16)).to(device)
+    positions, hidden = torch.arange(12, device=device).view(3, 1, 4), torch.empty(0, device=device)
+    expected = module(hidden, positions)
+    with fused_modules(module):
+        actual = module(hidden, positions)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(actual, expected, strict=True))
+    multimodal = Qwen2VLRotaryEmbedding(Qwen2VLTextConfig(rope_parameters={"mrope_section": [16, 24, 24]}))
+    with fused_modules(multimodal) as counts:
+        assert not counts
+    assert not launches["rotary_embedding"]
+
+
+def test_tables_lie_in_the_position_embeddings(device):
+    """Catches a table that is copied in every round, and rows of a batch that share positions."""
+    module, tables = LlamaRotaryEmbedding(LlamaConfig(head_dim=16)).to(device), _RotaryTables()
+    with fused_modules(module):
+        cos, sin = module(torch.empty(0, device=device), torch.arange(6, device=device).view(2, 3))
+    table, places = tables.get(cos, sin, 2)
+    expected = torch.cat([cos[..., :8], sin[..., :8]], dim=-1).flatten(0, 1)
+    assert torch.equal(table, expected) and places.tolist() == list(range(6))
+    assert table.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
+    assert tables.get(cos, sin, 2)[0] is table
+    assert torch.equal(tables.get(cos[:1], sin[:1], 2)[0], expected[:3].repeat(2, 1))
+
+
 HYBRID = {"norm": 11, "layer": 4, "mlp": 4, "gated_norm": 3, "convolution": 1}
 HYBRID_LAUNCHES = {"rms_norm": 11, "gated_rms_norm": 3, "short_conv": 3}
 
@@ -158,12 +227,17 @@ HYBRID_LAUNCHES = {"rms_norm": 11, "gated_rms_norm": 3, "short_conv": 3}
 @pytest.mark.parametrize(
     ("family", "kinds", "kernels_run"),
     [
-        # Per layer two norms, in the one with attention two more, and the last.
+        # Per layer two norms, in the one with attention two more, and the last. Its positions are three to a token.
         pytest.param("Qwen3.5", HYBRID, {**HYBRID_LAUNCHES, "silu_mul": 4}, id="qwen3.5"),
         # Feed-forwards are shared experts here.
-        pytest.param("Qwen3-Next", HYBRID, {**HYBRID_LAUNCHES, "silu_mul": 4}, id="qwen3-next"),
-        # Four norms per layer, and GELU; then two norms of heads more.
-        pytest.param("Gemma 2", {"norm": 17}, {"rms_norm": 17}, id="gemma-2"),
+        pytest.param(
+            "Qwen3-Next",
+            {**HYBRID, "rotary": 1},
+            {**HYBRID_LAUNCHES, "silu_mul": 4, "rotary_embedding": 1},
+            id="qwen3-next",
+        ),
+        # Four norms per layer, and GELU; then two norms of heads more, and a rotation per kind of layer.
+        pytest.param("Gemma 2", {"norm": 17, "rotary": 1}, {"rms_norm": 17, "rotary_embedding": 1}, id="gemma-2"),
         pytest.param("Gemma 3", {"norm": 25}, {"rms_norm": 25}, id="gemma-3"),
         # Its gate is a sigmoid, and its gated norm rounds once.
         pytest.param(
@@ -262,6 +336,8 @@ def test_fused_drafter_equals_the_drafter(device, launches):
             draft.append_context(context, features, positions, torch.tensor([5, 3], device=device))
             block = context.lengths[:, None] + torch.arange(4, device=device)
             outputs.append(draft(embeds, block, context).last_hidden_state)
+    # For the block and for the context.
+    assert launches["rotary_embedding"] == 2
     assert launches["qk_norm_rope"] == 2 and launches["silu_mul"] == 2
     assert relative_rms(outputs[1], outputs[0]) < FP32_RELATIVE_RMS
 
@@ -334,7 +410,8 @@ def test_narrow_layers_stay_with_the_library(device, launches, monkeypatch):
         assert count == 0
 
 
-def test_stacked_context_equals_the_layers(device, launches):
+@pytest.mark.parametrize("fused", [True, False])
+def test_stacked_context_equals_the_layers(device, launches, fused):
     """Catches keys of another layer, uncommitted entries that are kept, and weights of an earlier call."""
     draft, features, positions = draft_inputs(device)
     assert stacked_context_reason(draft) is None
@@ -348,8 +425,10 @@ def test_stacked_context_equals_the_layers(device, launches):
         stacked.refresh(draft)
         for shift in (0, 5):
             draft.append_context(plain, features, positions + shift, counts)
-            stacked.append(draft, features, positions + shift, counts)
+            with fused_modules(draft) if fused else contextlib.nullcontext():
+                stacked.append(draft, features, positions + shift, counts)
     assert launches["context_kv"] == 2
+    assert launches["rotary_embedding"] == (2 if fused else 0)
     assert torch.equal(context.lengths, plain.lengths)
     for mine, theirs in zip((*context.keys, *context.values), (*plain.keys, *plain.values), strict=True):
         for row, length in enumerate(plain.lengths.tolist()):
@@ -372,7 +451,7 @@ def test_other_projections_are_not_stacked(device):
     [
         pytest.param(
             lambda: (target := table_target(num_hidden_layers=3), table_drafter(target)),
-            ("qk_norm_rope", "context_kv"),
+            ("rotary_embedding", "qk_norm_rope", "context_kv"),
             id="qwen3",
         ),
         pytest.param(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .markov_step import markov_step_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
+    from .rotary_embedding import rotary_embedding_triton
     from .selector_walk import selector_walk_triton
     from .short_conv import short_conv_triton
     from .silu_mul import silu_mul_triton
@@ -53,6 +54,7 @@ __all__ = [
     "markov_step_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
+    "rotary_embedding_triton",
     "selector_walk_triton",
     "short_conv_triton",
     "silu_mul_triton",
