@@ -94,6 +94,22 @@ def transform_unary(logits: torch.Tensor, *, multiplier: float = 1.0, softcap: f
     return logits
 
 
+def order_candidates(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The candidates of each row by value descending and, among equals, by id ascending.
+
+    Args:
+        values (`torch.Tensor` of shape `(..., top_k)`): Values in any order. NaN counts as larger than every number.
+        ids (`torch.LongTensor` of shape `(..., top_k)`): Their ids, distinct within a row.
+
+    Returns:
+        `(values, ids)`: fp32 and int64 tensors of shape `(..., top_k)`.
+    """
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).float().sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
 def top_candidates(
     logits: torch.Tensor,
     *,
@@ -101,6 +117,7 @@ def top_candidates(
     multiplier: float = 1.0,
     softcap: float | None = None,
     select: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = torch.topk,
+    order: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = order_candidates,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The best `top_k` tokens of each slot, by value descending and, among equals, by token id.
@@ -115,14 +132,13 @@ def top_candidates(
         softcap (`float`, *optional*): See [`transform_unary`].
         select (`Callable`, *optional*, defaults to `torch.topk`): Finds the largest values of each row and their
             places, in any order.
+        order (`Callable`, *optional*, defaults to [`order_candidates`]): Puts what was selected in order.
 
     Returns:
         `(unary, candidate_ids)`: fp32 and int64 tensors of shape `(batch, slots, top_k)`.
     """
-    values, ids = select(logits, top_k)
-    ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return transform_unary(values, multiplier=multiplier, softcap=softcap), ids.gather(-1, by_value)
+    values, ids = order(*select(logits, top_k))
+    return transform_unary(values, multiplier=multiplier, softcap=softcap), ids
 
 
 def selector_lattice(
@@ -428,6 +444,7 @@ __all__ = [
     "drawn_probability",
     "grouped_conv",
     "largest_probability",
+    "order_candidates",
     "path_scores",
     "residual_distribution",
     "selector_lattice",

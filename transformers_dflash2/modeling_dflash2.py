@@ -25,6 +25,7 @@ Parameter names are those of the public checkpoints.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -46,6 +47,7 @@ from .configuration_dflash2 import DFlash2Config
 from .functional_dflash2 import (
     grouped_conv,
     largest_probability,
+    order_candidates,
     path_scores,
     selector_lattice,
     selector_path,
@@ -673,6 +675,7 @@ class DFlash2DraftModel(DFlash2Model):
             multiplier=config.output_multiplier,
             softcap=config.final_logit_softcapping,
             select=select_top_k,
+            order=partial(_fast, "order_candidates", order_candidates),
         )
         confidence = None
         if self.candidate_selector is None:

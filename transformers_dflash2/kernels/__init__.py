@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .gated_rms_norm import gated_rms_norm_triton
     from .grouped_conv import grouped_conv_triton
     from .markov_step import markov_step_triton
+    from .order_candidates import order_candidates_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
     from .selector_walk import selector_walk_triton
@@ -51,6 +52,7 @@ __all__ = [
     "gated_rms_norm_triton",
     "grouped_conv_triton",
     "markov_step_triton",
+    "order_candidates_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
     "selector_walk_triton",
