@@ -286,6 +286,25 @@ def largest_probability(scores: torch.Tensor, temperatures: torch.Tensor) -> tor
     return (scaled.amax(dim=-1) - scaled.logsumexp(dim=-1)).exp()
 
 
+def finite_rows(hidden: torch.Tensor, evidence: torch.Tensor) -> torch.Tensor:
+    """
+    Which rows of a batch come from a pass that was finite all through.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Final rows of the slots.
+        evidence (`torch.Tensor` of shape `(batch, slots, candidates)`): What came of them: fp32 numbers from -1 to 1,
+            such as probabilities, or NaN.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch,)`: `True` where no entry of `hidden` is infinite or NaN, and none of
+        `evidence` is NaN.
+    """
+    # Both reductions hand a NaN on, which compares with nothing. Numbers up to 1 add up to too little to make a finite
+    # maximum overflow.
+    largest = torch.linalg.vector_norm(hidden, ord=torch.inf, dim=(1, 2))
+    return largest + evidence.sum(dim=(1, 2)) < torch.inf
+
+
 def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     The probability with which each token was drawn.
@@ -442,6 +461,7 @@ __all__ = [
     "accept_sampled",
     "committed_block",
     "drawn_probability",
+    "finite_rows",
     "grouped_conv",
     "largest_probability",
     "order_candidates",

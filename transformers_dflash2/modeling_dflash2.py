@@ -45,6 +45,7 @@ from transformers.quantizers import AutoQuantizationConfig
 from .cache_dflash2 import DFlash2ContextCache
 from .configuration_dflash2 import DFlash2Config
 from .functional_dflash2 import (
+    finite_rows,
     grouped_conv,
     largest_probability,
     order_candidates,
@@ -680,7 +681,8 @@ class DFlash2DraftModel(DFlash2Model):
         confidence = None
         if self.candidate_selector is None:
             tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
-            broken = unary.isnan().any(dim=-1)
+            # A slot whose best score is infinite has a best token all the same.
+            evidence = unary.tanh()
             if with_confidence:
                 transform = {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcapping}
                 confidence = largest_probability(transform_unary(logits, **transform), temperatures)
@@ -690,13 +692,12 @@ class DFlash2DraftModel(DFlash2Model):
             tokens, q = self.candidate_selector.walk(
                 slot_hidden, unary, candidate_ids, anchor_ids, uniforms, temperatures, greedy_mask
             )
-            broken = q.isnan().any(dim=-1)
+            evidence = q
             if with_confidence:
                 confidence = self.candidate_selector.confidence(
                     slot_hidden, unary, candidate_ids, anchor_ids, tokens, temperatures
                 )
-        usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
-        return DFlash2Proposal(tokens, candidate_ids, q, usable, confidence)
+        return DFlash2Proposal(tokens, candidate_ids, q, finite_rows(slot_hidden, evidence), confidence)
 
 
 def _keep_dense_modules(quantization_config):
