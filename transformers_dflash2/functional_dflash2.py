@@ -320,7 +320,9 @@ def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torc
     return q.float().masked_fill(candidate_ids != tokens.unsqueeze(-1), 0.0).sum(dim=-1)
 
 
-def accept_greedy(tokens: torch.Tensor, predictions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_greedy(
+    tokens: torch.Tensor, predictions: torch.Tensor, *, usable: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The longest prefix of a draft that the target agrees with, and the token that follows it.
 
@@ -328,11 +330,14 @@ def accept_greedy(tokens: torch.Tensor, predictions: torch.Tensor) -> tuple[torc
         tokens (`torch.LongTensor` of shape `(batch, slots)`): Drafted tokens.
         predictions (`torch.LongTensor` of shape `(batch, slots + 1)`): The target's choice after the anchor and after
             each drafted token.
+        usable (`torch.BoolTensor` of shape `(batch,)`, *optional*): `False` for rows whose draft must be ignored.
 
     Returns:
         `(accepted, bonus)`: int64 tensors of shape `(batch,)`.
     """
     matches = tokens == predictions[:, :-1]
+    if usable is not None:
+        matches = matches & usable[:, None]
     accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
     return accepted, predictions.gather(1, accepted[:, None])[:, 0]
 

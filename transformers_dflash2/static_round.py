@@ -99,6 +99,25 @@ def row_bucket(batch: int) -> int:
     return 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8
 
 
+def stage_accepted(
+    tokens: torch.Tensor,
+    usable: torch.Tensor,
+    accepted: torch.Tensor,
+    following: torch.Tensor,
+    active: torch.Tensor,
+    pad_token_id: torch.Tensor,
+    decision: torch.Tensor,
+    committed: torch.Tensor,
+    counts: torch.Tensor,
+    anchors: torch.Tensor,
+) -> None:
+    """Write down what a round decided, and stage the next one; see [`kernels.stage_accepted`]."""
+    decision.copy_(torch.cat([accepted[:, None], following[:, None], usable[:, None].long(), tokens], dim=1))
+    committed.copy_(committed_block(tokens, accepted, following, pad_token_id))
+    counts.copy_(torch.where(active, accepted + 1, 0))
+    anchors.copy_(torch.where(active, following, anchors))
+
+
 class StaticRound:
     """
     Buffers, phases and graphs of a round.
@@ -271,14 +290,24 @@ class StaticRound:
                 self.draw_uniforms,
             )
         else:
-            # No prediction is -1: a row without a usable draft accepts nothing.
-            tokens = proposal.tokens.masked_fill(~proposal.usable[:, None], -1)
-            accepted, following = dispatch("accept_greedy", accept_greedy, tokens, scores.argmax(dim=-1))
-        usable = proposal.usable[:, None].long()
-        self.decision.copy_(torch.cat([accepted[:, None], following[:, None], usable, proposal.tokens], dim=1))
-        self.committed.copy_(committed_block(proposal.tokens, accepted, following, self.pad_token_id))
-        self.counts.copy_(torch.where(self.active, accepted + 1, 0))
-        self.anchors.copy_(torch.where(self.active, following, self.anchors))
+            predictions = scores.argmax(dim=-1)
+            accepted, following = dispatch(
+                "accept_greedy", accept_greedy, proposal.tokens, predictions, usable=proposal.usable
+            )
+        dispatch(
+            "stage_accepted",
+            stage_accepted,
+            proposal.tokens,
+            proposal.usable,
+            accepted,
+            following,
+            self.active,
+            self.pad_token_id,
+            self.decision,
+            self.committed,
+            self.counts,
+            self.anchors,
+        )
 
     def _processed(self, processors: Iterable[logits_process.LogitsProcessor]) -> torch.Tensor:
         scores = self.logits.to(torch.float32, copy=True).flatten(0, 1)
@@ -417,4 +446,12 @@ def release_static_rounds(target=None) -> None:
             _rounds.pop(target, None)
 
 
-__all__ = ["StaticRound", "accept_key", "kept_rounds", "release_static_rounds", "row_bucket", "take_round"]
+__all__ = [
+    "StaticRound",
+    "accept_key",
+    "kept_rounds",
+    "release_static_rounds",
+    "row_bucket",
+    "stage_accepted",
+    "take_round",
+]

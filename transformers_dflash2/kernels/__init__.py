@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .silu_mul import silu_mul_triton
     from .skinny_linear import skinny_linear_triton
     from .skinny_linear_4bit import skinny_linear_4bit_triton
+    from .stage_accepted import stage_accepted_triton
     from .write_columns import write_columns_triton
 
 
@@ -60,6 +61,7 @@ __all__ = [
     "silu_mul_triton",
     "skinny_linear_4bit_triton",
     "skinny_linear_triton",
+    "stage_accepted_triton",
     "write_columns_triton",
 ]
 
