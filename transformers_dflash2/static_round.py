@@ -165,8 +165,15 @@ class StaticRound:
         self._accept_noise = torch.zeros(rows * (slots + 1), device=self.device)
         test_noise, self.draw_uniforms = self._accept_noise.split([rows * slots, rows])
         self.test_uniforms = test_noise.view(rows, slots)
-        self.columns = torch.zeros(rows, self.block, **long)
-        self._offsets = torch.arange(self.block, device=self.device)
+        pass_rows, _ = draft.block_rows(slots)
+        # Columns behind every row's committed tokens, for the target's block and for the drafter's pass; either may be
+        # the longer one.
+        self._offsets = torch.arange(max(self.block, pass_rows), device=self.device)
+        self._places = self._offsets.repeat(rows, 1)
+        self.columns = self._places[:, : self.block]
+        # All masks but for the anchors.
+        self._pass_ids = torch.full((rows, pass_rows), draft.config.mask_token_id, **long)
+        self._pass_positions = self._places[:, :pass_rows]
         self.position_base: torch.Tensor | None = None
         self.context = StaticContext(draft, rows=rows, capacity=capacity)
         self._stacked = StackedContext(draft, self.context) if stacked_context_reason(draft) is None else None
@@ -206,6 +213,7 @@ class StaticRound:
         if self._stacked is not None:
             self._stacked.refresh(draft)
         self.lengths[:batch] = lengths
+        self._place()
         for layer, static in zip(prefilled.layers, self.cache.layers, strict=True):
             if isinstance(static, StaticRecurrentLayer):
                 static.load(layer)
@@ -242,17 +250,21 @@ class StaticRound:
 
     def commit(self, session: DraftSession) -> None:
         """Add what the last round kept to every row's length, and its features to the drafter's context."""
-        positions = self.lengths[:, None] + self._offsets
+        # The columns are still those of the block that was verified last.
         if self._stacked is not None:
-            self._stacked.append(session.draft, self.features, positions, self.counts)
+            self._stacked.append(session.draft, self.features, self.columns, self.counts)
         else:
-            session.draft.append_context(self.context, self.features, positions, self.counts)
+            session.draft.append_context(self.context, self.features, self.columns, self.counts)
         commit_held_states(self.cache.layers, self.counts)
         self.lengths += self.counts
-        self.columns.copy_(self.lengths[:, None] + self._offsets)
+        self._place()
+
+    def _place(self) -> None:
+        torch.add(self.lengths[:, None], self._offsets, out=self._places)
 
     def draft(self, session: DraftSession) -> None:
         """Draft a block behind the anchors."""
+        self._pass_ids[:, 0] = self.anchors
         self.proposal = session.propose(
             self.anchors,
             self.lengths,
@@ -260,6 +272,7 @@ class StaticRound:
             temperature=self.temperatures,
             greedy=self.greedy_mask,
             noise=self.draft_noise,
+            block=(self._pass_ids, self._pass_positions),
         )
 
     def verify(self, target, forward: Callable, kwargs: dict[str, Any], tap: FeatureTap) -> None:
