@@ -27,6 +27,7 @@ from transformers_dflash2.functional_dflash2 import (
     accept_sampled,
     committed_block,
     drawn_probability,
+    finite_rows,
     grouped_conv,
     residual_distribution,
     selector_lattice,
@@ -233,6 +234,36 @@ def test_top_candidates_of_the_whole_vocabulary():
     logits = torch.randn(2, 2, 5)
     _, ids = top_candidates(logits, top_k=5)
     assert torch.equal(ids, logits.argsort(dim=-1, descending=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("value", [INF, -INF, math.nan], ids=str)
+@pytest.mark.parametrize("largest", [False, True], ids=["near-1", "near-the-largest"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_finite_rows(device, dtype, value, largest):
+    """Catches a flaw that a reduction loses in some place, beside an infinity or a large number, and false alarms."""
+    batch, slots, size = 40, 3, 37
+    hidden = torch.randn(batch, slots, size).to(device, dtype)
+    if largest:
+        hidden[:, ::2] = torch.finfo(dtype).max * hidden[:, ::2].sign()
+    evidence = torch.rand(batch, slots, 50, device=device)
+    # Seen as a view, like the rows of a block behind the anchor's.
+    hidden = torch.cat([torch.full_like(hidden[:, :1], math.nan), hidden], dim=1)[:, 1:]
+    assert finite_rows(hidden, evidence).all()
+    for row in range(1, batch - 1):
+        hidden[row].view(-1)[(row * 3) % (slots * size)] = value
+        if row % 3 == 0:
+            hidden[row, -1, -1] = INF
+    assert finite_rows(hidden, evidence).tolist() == [True] + [False] * (batch - 2) + [True]
+
+
+def test_finite_rows_of_evidence():
+    """Catches a NaN of the laws that is lost, and evidence that is mistaken for a law: signs may cancel."""
+    hidden, evidence = torch.randn(4, 3, 8), torch.tensor([1.0, -1.0]).repeat(4, 3, 5)
+    assert finite_rows(hidden, evidence).all()
+    evidence[1, 2, 9] = math.nan
+    evidence[2, 0, 0] = math.nan
+    assert finite_rows(hidden, evidence).tolist() == [True, False, False, True]
 
 
 # ----------------------------------------------------------------------------------------------------------- selector

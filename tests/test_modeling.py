@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from transformers_dflash2 import DFlash2Config, DFlash2DraftModel, DFlash2Model
+from transformers_dflash2 import DFlash2Config, DFlash2DraftModel, DFlash2Model, modeling_dflash2
 from transformers_dflash2.functional_dflash2 import selector_lattice, selector_walk, transform_unary
 from transformers_dflash2.testing import random_drafter, table_drafter, table_target
 
@@ -524,6 +524,32 @@ def test_rows_that_are_not_finite_are_unusable(kind, greedy, where):
     assert proposal.usable.tolist() == [True, False, True]
     assert torch.isfinite(proposal.q[[0, 2]]).all()
     assert ((proposal.tokens >= 0) & (proposal.tokens < VOCAB)).all()
+
+
+@pytest.mark.parametrize("score", [math.inf, -math.inf])
+def test_infinite_scores_of_a_v1_drafter_are_usable(score):
+    """Catches a best token that is thrown away because its score has no bound."""
+    hidden = torch.randn(2, 4, HIDDEN)
+
+    def head(rows):
+        logits = linear_head()(rows)
+        logits[0, 1, 3] = math.inf
+        logits[1, 2] = score
+        return logits
+
+    proposal = propose(make_draft(**V1), hidden, head)
+    assert proposal.tokens[0, 1] == 3
+    assert proposal.usable.all()
+
+
+@pytest.mark.parametrize("kind", [pytest.param({}, id="dflash2"), pytest.param(V1, id="v1")])
+def test_operations_that_have_kernels_are_dispatched(kind, monkeypatch):
+    """Catches an operation that runs as many launches where it has a kernel of one."""
+    seen = []
+    fast = modeling_dflash2._fast
+    monkeypatch.setattr(modeling_dflash2, "_fast", lambda op, *args: seen.append(op) or fast(op, *args))
+    propose(make_draft(**kind), torch.randn(1, 4, HIDDEN), linear_head())
+    assert seen == ["order_candidates", *([] if kind else ["selector_walk"])]
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

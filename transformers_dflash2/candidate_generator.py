@@ -79,6 +79,25 @@ class DraftSession:
         fused = torch.cat([tap.to(self.device) for tap in features], dim=-1).to(self.dtype)
         self.draft.append_context(self.context, fused, position_ids.to(self.device), counts)
 
+    def make_block(
+        self, anchor_ids: torch.Tensor, anchor_positions: torch.Tensor, slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """
+        Ids and positions of the drafter's pass.
+
+        Args:
+            anchor_ids, anchor_positions, slots: As of [`propose`], on the drafter's device.
+
+        Returns:
+            `(ids, positions)`: int64 tensors of shape `(batch, rows)`, `[anchor, mask, ..., mask]` and its positions;
+            [`DFlash2DraftModel.block_rows`] says how many rows.
+        """
+        rows, _ = self.draft.block_rows(slots)
+        mask = self.draft.config.mask_token_id
+        ids = torch.full((anchor_ids.shape[0], rows), mask, dtype=torch.long, device=self.device)
+        ids[:, 0] = anchor_ids
+        return ids, anchor_positions[:, None] + torch.arange(rows, device=self.device)
+
     def propose(
         self,
         anchor_ids: torch.Tensor,
@@ -89,6 +108,7 @@ class DraftSession:
         greedy: bool | torch.Tensor,
         with_confidence: bool = False,
         noise: torch.Tensor | None = None,
+        block: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> DFlash2Proposal:
         """
         Draft a block behind each row's anchor.
@@ -101,6 +121,8 @@ class DraftSession:
             greedy (`bool` or `torch.BoolTensor` of shape `(batch,)`): Whether the walk takes the best candidate.
             with_confidence (`bool`, *optional*, defaults to `False`): Whether to estimate each token's acceptance.
             noise (`torch.Tensor`, *optional*): What [`DFlash2DraftModel.draw_noise`] gave; drawn here by default.
+            block (`tuple[torch.Tensor, torch.Tensor]`, *optional*): What [`make_block`] gives, from a caller that
+                keeps it from round to round; made here by default.
 
         Returns:
             [`DFlash2Proposal`] on the drafter's device. Tokens of unusable rows are the anchor's, with `q = 0`.
@@ -109,13 +131,11 @@ class DraftSession:
         # Kernels read rows by a stride of one.
         anchor_ids, anchor_positions = anchor_ids.to(device).contiguous(), anchor_positions.to(device)
         batch = anchor_ids.shape[0]
-        rows, first = self.draft.block_rows(slots)
-        block_ids = torch.full((batch, rows), config.mask_token_id, dtype=torch.long, device=device)
-        block_ids[:, 0] = anchor_ids
+        block_ids, positions = self.make_block(anchor_ids, anchor_positions, slots) if block is None else block
         embeds = self.adapter.embed(block_ids).to(device=device, dtype=self.dtype)
         if config.input_embedding_scale != 1.0:
             embeds = embeds * config.input_embedding_scale
-        positions = anchor_positions[:, None] + torch.arange(rows, device=device)
+        _, first = self.draft.block_rows(slots)
         hidden = self.draft(embeds, positions, self.context).last_hidden_state[:, first : first + slots]
         head = TargetHead(self.adapter, self.target_dtype)
         if noise is None and greedy is not True:

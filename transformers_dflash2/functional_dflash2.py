@@ -105,6 +105,22 @@ def transform_unary(logits: torch.Tensor, *, multiplier: float = 1.0, softcap: f
     return logits
 
 
+def order_candidates(values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    The candidates of each row by value descending and, among equals, by id ascending.
+
+    Args:
+        values (`torch.Tensor` of shape `(..., top_k)`): Values in any order. NaN counts as larger than every number.
+        ids (`torch.LongTensor` of shape `(..., top_k)`): Their ids, distinct within a row.
+
+    Returns:
+        `(values, ids)`: fp32 and int64 tensors of shape `(..., top_k)`.
+    """
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).float().sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
 def top_candidates(
     logits: torch.Tensor,
     *,
@@ -112,6 +128,7 @@ def top_candidates(
     multiplier: float = 1.0,
     softcap: float | None = None,
     select: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = torch.topk,
+    order: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = order_candidates,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The best `top_k` tokens of each slot, by value descending and, among equals, by token id.
@@ -126,14 +143,13 @@ def top_candidates(
         softcap (`float`, *optional*): See [`transform_unary`].
         select (`Callable`, *optional*, defaults to `torch.topk`): Finds the largest values of each row and their
             places, in any order.
+        order (`Callable`, *optional*, defaults to [`order_candidates`]): Puts what was selected in order.
 
     Returns:
         `(unary, candidate_ids)`: fp32 and int64 tensors of shape `(batch, slots, top_k)`.
     """
-    values, ids = select(logits, top_k)
-    ids, by_id = ids.sort(dim=-1)
-    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return transform_unary(values, multiplier=multiplier, softcap=softcap), ids.gather(-1, by_value)
+    values, ids = order(*select(logits, top_k))
+    return transform_unary(values, multiplier=multiplier, softcap=softcap), ids
 
 
 def selector_lattice(
@@ -281,6 +297,25 @@ def largest_probability(scores: torch.Tensor, temperatures: torch.Tensor) -> tor
     return (scaled.amax(dim=-1) - scaled.logsumexp(dim=-1)).exp()
 
 
+def finite_rows(hidden: torch.Tensor, evidence: torch.Tensor) -> torch.Tensor:
+    """
+    Which rows of a batch come from a pass that was finite all through.
+
+    Args:
+        hidden (`torch.Tensor` of shape `(batch, slots, hidden_size)`): Final rows of the slots.
+        evidence (`torch.Tensor` of shape `(batch, slots, candidates)`): What came of them: fp32 numbers from -1 to 1,
+            such as probabilities, or NaN.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch,)`: `True` where no entry of `hidden` is infinite or NaN, and none of
+        `evidence` is NaN.
+    """
+    # Both reductions hand a NaN on, which compares with nothing. Numbers up to 1 add up to too little to make a finite
+    # maximum overflow.
+    largest = torch.linalg.vector_norm(hidden, ord=torch.inf, dim=(1, 2))
+    return largest + evidence.sum(dim=(1, 2)) < torch.inf
+
+
 def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """
     The probability with which each token was drawn.
@@ -296,7 +331,9 @@ def drawn_probability(tokens: torch.Tensor, candidate_ids: torch.Tensor, q: torc
     return q.float().masked_fill(candidate_ids != tokens.unsqueeze(-1), 0.0).sum(dim=-1)
 
 
-def accept_greedy(tokens: torch.Tensor, predictions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_greedy(
+    tokens: torch.Tensor, predictions: torch.Tensor, *, usable: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The longest prefix of a draft that the target agrees with, and the token that follows it.
 
@@ -304,11 +341,14 @@ def accept_greedy(tokens: torch.Tensor, predictions: torch.Tensor) -> tuple[torc
         tokens (`torch.LongTensor` of shape `(batch, slots)`): Drafted tokens.
         predictions (`torch.LongTensor` of shape `(batch, slots + 1)`): The target's choice after the anchor and after
             each drafted token.
+        usable (`torch.BoolTensor` of shape `(batch,)`, *optional*): `False` for rows whose draft must be ignored.
 
     Returns:
         `(accepted, bonus)`: int64 tensors of shape `(batch,)`.
     """
     matches = tokens == predictions[:, :-1]
+    if usable is not None:
+        matches = matches & usable[:, None]
     accepted = matches.long().cumprod(dim=-1).sum(dim=-1)
     return accepted, predictions.gather(1, accepted[:, None])[:, 0]
 
@@ -437,8 +477,10 @@ __all__ = [
     "accept_sampled",
     "committed_block",
     "drawn_probability",
+    "finite_rows",
     "grouped_conv",
     "largest_probability",
+    "order_candidates",
     "path_scores",
     "residual_distribution",
     "selector_lattice",

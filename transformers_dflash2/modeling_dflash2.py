@@ -25,6 +25,7 @@ Parameter names are those of the public checkpoints.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -44,8 +45,10 @@ from transformers.quantizers import AutoQuantizationConfig
 from .cache_dflash2 import DFlash2ContextCache
 from .configuration_dflash2 import DFlash2Config
 from .functional_dflash2 import (
+    finite_rows,
     grouped_conv,
     largest_probability,
+    order_candidates,
     path_scores,
     selector_lattice,
     selector_path,
@@ -680,11 +683,13 @@ class DFlash2DraftModel(DFlash2Model):
             multiplier=config.output_multiplier,
             softcap=config.final_logit_softcapping,
             select=select_top_k,
+            order=partial(_fast, "order_candidates", order_candidates),
         )
         confidence = None
         if self.candidate_selector is None:
             tokens, q = candidate_ids[..., 0], torch.ones_like(unary)
-            broken = unary.isnan().any(dim=-1)
+            # A slot whose best score is infinite has a best token all the same.
+            evidence = unary.tanh()
             if with_confidence:
                 transform = {"multiplier": config.output_multiplier, "softcap": config.final_logit_softcapping}
                 confidence = largest_probability(transform_unary(logits, **transform), temperatures)
@@ -694,13 +699,12 @@ class DFlash2DraftModel(DFlash2Model):
             tokens, q = self.candidate_selector.walk(
                 slot_hidden, unary, candidate_ids, anchor_ids, uniforms, temperatures, greedy_mask
             )
-            broken = q.isnan().any(dim=-1)
+            evidence = q
             if with_confidence:
                 confidence = self.candidate_selector.confidence(
                     slot_hidden, unary, candidate_ids, anchor_ids, tokens, temperatures
                 )
-        usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~broken.any(dim=-1)
-        return DFlash2Proposal(tokens, candidate_ids, q, usable, confidence)
+        return DFlash2Proposal(tokens, candidate_ids, q, finite_rows(slot_hidden, evidence), confidence)
 
 
 def _keep_dense_modules(quantization_config):

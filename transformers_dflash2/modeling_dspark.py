@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from .configuration_dspark import DSparkConfig
-from .functional_dflash2 import largest_probability, top_candidates, transform_unary
+from .functional_dflash2 import finite_rows, largest_probability, top_candidates, transform_unary
 from .functional_dspark import gated_code, markov_law, markov_step, recurrent_code
 from .modeling_dflash2 import DFlash2DraftModel, DFlash2Proposal, UnsupportedTensorError, _fast
 
@@ -316,8 +316,7 @@ class DSparkDraftModel(DFlash2DraftModel):
             confidence = self.confidence_head(slot_hidden, self.markov_head.embed(previous))
         elif with_confidence:
             confidence = largest_probability(corrected, temperatures)
-        usable = torch.isfinite(slot_hidden).flatten(1).all(dim=-1) & ~q.isnan().flatten(1).any(dim=-1)
-        return DFlash2Proposal(tokens, candidate_ids, q, usable, confidence)
+        return DFlash2Proposal(tokens, candidate_ids, q, finite_rows(slot_hidden, q), confidence)
 
 
 __all__ = ["DSparkConfidenceHead", "DSparkDraftModel", "DSparkMarkovHead"]

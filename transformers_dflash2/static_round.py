@@ -99,6 +99,25 @@ def row_bucket(batch: int) -> int:
     return 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8
 
 
+def stage_accepted(
+    tokens: torch.Tensor,
+    usable: torch.Tensor,
+    accepted: torch.Tensor,
+    following: torch.Tensor,
+    active: torch.Tensor,
+    pad_token_id: torch.Tensor,
+    decision: torch.Tensor,
+    committed: torch.Tensor,
+    counts: torch.Tensor,
+    anchors: torch.Tensor,
+) -> None:
+    """Write down what a round decided, and stage the next one; see [`kernels.stage_accepted`]."""
+    decision.copy_(torch.cat([accepted[:, None], following[:, None], usable[:, None].long(), tokens], dim=1))
+    committed.copy_(committed_block(tokens, accepted, following, pad_token_id))
+    counts.copy_(torch.where(active, accepted + 1, 0))
+    anchors.copy_(torch.where(active, following, anchors))
+
+
 class StaticRound:
     """
     Buffers, phases and graphs of a round.
@@ -146,8 +165,15 @@ class StaticRound:
         self._accept_noise = torch.zeros(rows * (slots + 1), device=self.device)
         test_noise, self.draw_uniforms = self._accept_noise.split([rows * slots, rows])
         self.test_uniforms = test_noise.view(rows, slots)
-        self.columns = torch.zeros(rows, self.block, **long)
-        self._offsets = torch.arange(self.block, device=self.device)
+        pass_rows, _ = draft.block_rows(slots)
+        # Columns behind every row's committed tokens, for the target's block and for the drafter's pass; either may be
+        # the longer one.
+        self._offsets = torch.arange(max(self.block, pass_rows), device=self.device)
+        self._places = self._offsets.repeat(rows, 1)
+        self.columns = self._places[:, : self.block]
+        # All masks but for the anchors.
+        self._pass_ids = torch.full((rows, pass_rows), draft.config.mask_token_id, **long)
+        self._pass_positions = self._places[:, :pass_rows]
         self.position_base: torch.Tensor | None = None
         self.context = StaticContext(draft, rows=rows, capacity=capacity)
         self._stacked = StackedContext(draft, self.context) if stacked_context_reason(draft) is None else None
@@ -187,6 +213,7 @@ class StaticRound:
         if self._stacked is not None:
             self._stacked.refresh(draft)
         self.lengths[:batch] = lengths
+        self._place()
         for layer, static in zip(prefilled.layers, self.cache.layers, strict=True):
             if isinstance(static, StaticRecurrentLayer):
                 static.load(layer)
@@ -223,17 +250,21 @@ class StaticRound:
 
     def commit(self, session: DraftSession) -> None:
         """Add what the last round kept to every row's length, and its features to the drafter's context."""
-        positions = self.lengths[:, None] + self._offsets
+        # The columns are still those of the block that was verified last.
         if self._stacked is not None:
-            self._stacked.append(session.draft, self.features, positions, self.counts)
+            self._stacked.append(session.draft, self.features, self.columns, self.counts)
         else:
-            session.draft.append_context(self.context, self.features, positions, self.counts)
+            session.draft.append_context(self.context, self.features, self.columns, self.counts)
         commit_held_states(self.cache.layers, self.counts)
         self.lengths += self.counts
-        self.columns.copy_(self.lengths[:, None] + self._offsets)
+        self._place()
+
+    def _place(self) -> None:
+        torch.add(self.lengths[:, None], self._offsets, out=self._places)
 
     def draft(self, session: DraftSession) -> None:
         """Draft a block behind the anchors."""
+        self._pass_ids[:, 0] = self.anchors
         self.proposal = session.propose(
             self.anchors,
             self.lengths,
@@ -241,6 +272,7 @@ class StaticRound:
             temperature=self.temperatures,
             greedy=self.greedy_mask,
             noise=self.draft_noise,
+            block=(self._pass_ids, self._pass_positions),
         )
 
     def verify(self, target, forward: Callable, kwargs: dict[str, Any], tap: FeatureTap) -> None:
@@ -271,14 +303,24 @@ class StaticRound:
                 self.draw_uniforms,
             )
         else:
-            # No prediction is -1: a row without a usable draft accepts nothing.
-            tokens = proposal.tokens.masked_fill(~proposal.usable[:, None], -1)
-            accepted, following = dispatch("accept_greedy", accept_greedy, tokens, scores.argmax(dim=-1))
-        usable = proposal.usable[:, None].long()
-        self.decision.copy_(torch.cat([accepted[:, None], following[:, None], usable, proposal.tokens], dim=1))
-        self.committed.copy_(committed_block(proposal.tokens, accepted, following, self.pad_token_id))
-        self.counts.copy_(torch.where(self.active, accepted + 1, 0))
-        self.anchors.copy_(torch.where(self.active, following, self.anchors))
+            predictions = scores.argmax(dim=-1)
+            accepted, following = dispatch(
+                "accept_greedy", accept_greedy, proposal.tokens, predictions, usable=proposal.usable
+            )
+        dispatch(
+            "stage_accepted",
+            stage_accepted,
+            proposal.tokens,
+            proposal.usable,
+            accepted,
+            following,
+            self.active,
+            self.pad_token_id,
+            self.decision,
+            self.committed,
+            self.counts,
+            self.anchors,
+        )
 
     def _processed(self, processors: Iterable[logits_process.LogitsProcessor]) -> torch.Tensor:
         scores = self.logits.to(torch.float32, copy=True).flatten(0, 1)
@@ -417,4 +459,12 @@ def release_static_rounds(target=None) -> None:
             _rounds.pop(target, None)
 
 
-__all__ = ["StaticRound", "accept_key", "kept_rounds", "release_static_rounds", "row_bucket", "take_round"]
+__all__ = [
+    "StaticRound",
+    "accept_key",
+    "kept_rounds",
+    "release_static_rounds",
+    "row_bucket",
+    "stage_accepted",
+    "take_round",
+]

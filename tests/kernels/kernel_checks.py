@@ -55,3 +55,16 @@ def rounding_of(dtype, tensors):
 def opcheck(op, *args):
     """The parts of `torch.library.opcheck` that apply to an operation without a backward pass."""
     torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+def captured(run):
+    """A graph of `run()`, which must have no effect of its own, and what its replays write to."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+    return graph, results

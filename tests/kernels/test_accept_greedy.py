@@ -64,6 +64,20 @@ def test_ids_beyond_32_bits_and_placeholders(device):
     assert bonus.tolist() == [large + 1, large + 5, 3]
 
 
+def test_drafts_that_must_be_ignored(device):
+    """Catches an agreement by chance that counts in a row without a draft, and flags of another row."""
+    predictions = torch.randint(0, 3, (40, 6), device=device)
+    tokens = torch.randint(0, 3, (40, 5), device=device)
+    tokens[::2] = predictions[::2, :-1]
+    usable = torch.rand(40, device=device) < 0.5
+    accepted, bonus = accept_greedy_triton(tokens, predictions, usable=usable)
+    expected = accept_greedy(tokens, predictions, usable=usable)
+    assert torch.equal(accepted, expected[0]) and torch.equal(bonus, expected[1])
+    # The reference by its meaning: what no prediction can be.
+    unknown = accept_greedy(tokens.masked_fill(~usable[:, None], -1), predictions)
+    assert torch.equal(accepted, unknown[0]) and torch.equal(bonus, unknown[1])
+
+
 def test_strided_and_32_bit_inputs(device):
     """Catches contiguous addressing: drafts are a slice of `[anchor, tokens]`."""
     block = torch.randint(0, 3, (6, 5), dtype=torch.int32, device=device)
@@ -118,11 +132,24 @@ def test_reasons(device, tokens, predictions, out, reason):
         accept_greedy_triton(tokens, predictions, out=out)
 
 
+def test_reasons_of_usable(device):
+    """Catches flags of another type or number, which a launch would misread."""
+    tokens, predictions = torch.zeros(2, 3, device=device).long(), torch.zeros(2, 4, device=device).long()
+    for usable, reason in (
+        (torch.ones(2, device=device).long(), "usable is int64"),
+        (torch.ones(3, device=device).bool(), "usable has shape"),
+    ):
+        assert reason in accept_greedy_ineligible_reason(tokens, predictions, usable=usable)
+        with pytest.raises(ValueError, match="accept_greedy_triton: "):
+            accept_greedy_triton(tokens, predictions, usable=usable)
+
+
 def test_operator(device):
     """Catches a schema, fake or compiled form of the operation that disagrees with the real one."""
     predictions = torch.randint(0, 3, (4, 6), device=device)
     tokens = torch.randint(0, 3, (4, 5), device=device)
     opcheck(accept_greedy_op, tokens, predictions)
+    opcheck(accept_greedy_op, tokens, predictions, torch.tensor([True, False, True, False], device=device))
     compiled = torch.compile(lambda *args: accept_greedy_op(*args), fullgraph=True, backend="aot_eager")
     for actual, expected in zip(compiled(tokens, predictions), accept_greedy(tokens, predictions), strict=True):
         assert torch.equal(actual, expected)

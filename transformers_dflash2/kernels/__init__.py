@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .gated_rms_norm import gated_rms_norm_triton
     from .grouped_conv import grouped_conv_triton
     from .markov_step import markov_step_triton
+    from .order_candidates import order_candidates_triton
     from .qk_norm_rope import qk_norm_rope_triton
     from .rms_norm import rms_norm_triton
     from .rotary_embedding import rotary_embedding_triton
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from .silu_mul import silu_mul_triton
     from .skinny_linear import skinny_linear_triton
     from .skinny_linear_4bit import skinny_linear_4bit_triton
+    from .stage_accepted import stage_accepted_triton
     from .write_columns import write_columns_triton
 
 
@@ -52,6 +54,7 @@ __all__ = [
     "gated_rms_norm_triton",
     "grouped_conv_triton",
     "markov_step_triton",
+    "order_candidates_triton",
     "qk_norm_rope_triton",
     "rms_norm_triton",
     "rotary_embedding_triton",
@@ -60,6 +63,7 @@ __all__ = [
     "silu_mul_triton",
     "skinny_linear_4bit_triton",
     "skinny_linear_triton",
+    "stage_accepted_triton",
     "write_columns_triton",
 ]
 

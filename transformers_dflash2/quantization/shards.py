@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ..functional_dflash2 import top_candidates
+from ..functional_dflash2 import order_candidates, top_candidates
 from ..ranks import Ranks
 from .projection import HeadProjection
 
@@ -58,19 +58,20 @@ class ShardedHeadProjection(HeadProjection):
         multiplier: float = 1.0,
         softcap: float | None = None,
         select: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = torch.topk,
+        order: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = order_candidates,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         [`functional_dflash2.top_candidates`] over all ranks.
 
         A rank with fewer rows than `top_k`, or with padding only, fills up with `-inf` and takes part like any other.
         """
-        values, ids = top_candidates(logits, top_k=min(top_k, logits.shape[-1]), select=select)
+        values, ids = top_candidates(logits, top_k=min(top_k, logits.shape[-1]), select=select, order=order)
         missing = (0, top_k - values.shape[-1])
         values = nn.functional.pad(values, missing, value=-torch.inf)
         # Padded rows score -inf and are no candidates, but an id has to be one that codebooks have.
         ids = nn.functional.pad(ids + self.first_id, missing).clamp(max=self.vocab_size - 1)
         values, ids = self.ranks.gather(values, ids)
-        unary, index = top_candidates(values, top_k=top_k, multiplier=multiplier, softcap=softcap)
+        unary, index = top_candidates(values, top_k=top_k, multiplier=multiplier, softcap=softcap, order=order)
         return unary, ids.gather(-1, index)
 
 
