@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dspark_checks import table_dspark
 from generation_checks import PROMPT, d0, d1, t0
 from test_distribution import BATCH, DRAFTERS, LAWS, SMALLEST_P_VALUE, chi_square_p_value, joint_law
 from test_distribution import PROMPT as LAW_PROMPT
@@ -30,6 +31,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
 from transformers_dflash2 import static_decoding, static_round
+from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.static_decoding import StaticDecoding
 from transformers_dflash2.static_round import StaticRound, accept_key, row_bucket, take_round
 from transformers_dflash2.testing import left_pad, table_target
@@ -213,6 +215,36 @@ def test_batches_of_a_bucket_share_a_round():
         inputs = {**left_pad(rows[:batch]), "max_new_tokens": 20, "do_sample": False}
         assert torch.equal(static(target, draft, **inputs), target.generate(**inputs))
     assert len(static_round.kept_rounds(target, draft)) == 1
+
+
+@pytest.mark.parametrize("pass_rows", ["block", "longer"])
+def test_a_round_keeps_the_block_it_drafts(pass_rows, monkeypatch):
+    """Catches ids or positions of an earlier round or call, and those of a pass longer than what is verified."""
+    target = table_target(9)
+    draft = half_right(target) if pass_rows == "block" else table_dspark(target)
+    slots, longer = 3, set()
+    propose, append = DraftSession.propose, type(draft).append_context
+
+    def checking_propose(self, anchors, positions, **kwargs):
+        for kept, made in zip(kwargs["block"], self.make_block(anchors, positions, kwargs["slots"]), strict=True):
+            assert torch.equal(kept, made)
+        longer.add(kwargs["block"][0].shape[1] > slots + 1)
+        return propose(self, anchors, positions, **kwargs)
+
+    def checking_append(self, context, features, positions, counts):
+        if isinstance(counts, torch.Tensor):
+            expected = context.lengths[: positions.shape[0], None] + torch.arange(positions.shape[1])
+            kept = torch.arange(positions.shape[1]) < counts[:, None]
+            assert torch.equal(positions[kept], expected[kept])
+        return append(self, context, features, positions, counts)
+
+    monkeypatch.setattr(DraftSession, "propose", checking_propose)
+    monkeypatch.setattr(type(draft), "append_context", checking_append)
+    for rows in ([[3, 7, 1], [4, 9, 2, 8, 11], [6, 1, 30]], [[2, 2], [5], [8, 9, 4, 1, 3, 2, 7]]):
+        inputs = {**left_pad(rows), "max_new_tokens": 20, "do_sample": False}
+        assert torch.equal(static(target, draft, **inputs, num_assistant_tokens=slots), target.generate(**inputs))
+    assert len(static_round.kept_rounds(target, draft)) == 1
+    assert longer == {pass_rows == "longer"}
 
 
 def test_rows_that_are_done_stay_put(monkeypatch):
