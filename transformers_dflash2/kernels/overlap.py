@@ -11,7 +11,6 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-
 """Kernels that start while the one before them on the stream still runs ("programmatic dependent launch").
 
 A short kernel takes longer to start than to run. On devices of compute capability 9.0 and above a launch can be marked
@@ -27,7 +26,6 @@ Source: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchroni
 `prefetch`.
 """
 
-import os
 from functools import lru_cache
 from typing import Any
 
@@ -37,37 +35,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-SMALL_FIRST = tl.constexpr(os.environ.get("T_SMALL", "first") == "first")
-BIG_AFTER = tl.constexpr(os.environ.get("T_BIG", "end") == "after")
-
 __all__ = ["overlap_options", "prefetch_lines", "wait_for_inputs"]
 
 
 @triton.jit
 def wait_for_inputs(OVERLAPS: tl.constexpr):
-    """Let the next kernel be placed, and wait for the end of the one before."""
-    if OVERLAPS:
-        if SMALL_FIRST:
-            gdc_launch_dependents()
-            gdc_wait()
-        else:
-            gdc_wait()
-            gdc_launch_dependents()
-
-
-@triton.jit
-def wait_only(OVERLAPS: tl.constexpr):
+    """Wait for the end of the kernel before, and let the next one be placed."""
     if OVERLAPS:
         gdc_wait()
-        if BIG_AFTER:
-            gdc_launch_dependents()
-
-
-@triton.jit
-def let_next_start(OVERLAPS: tl.constexpr):
-    if OVERLAPS:
-        if not BIG_AFTER:
-            gdc_launch_dependents()
+        # Not before: programs of the next kernel would fill the multiprocessors that are free first, several on one.
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -36,7 +36,7 @@ import triton
 import triton.language as tl
 
 from .dispatch import device_reason, is_interpreting, next_power_of_2, tensor_reason
-from .overlap import let_next_start, overlap_options, wait_only
+from .overlap import overlap_options, wait_for_inputs
 from .skinny_linear import MAX_ROWS, device_limits
 
 
@@ -78,7 +78,7 @@ def _skinny_linear_4bit_kernel(
     GROUP: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    wait_only(OVERLAPS)
+    wait_for_inputs(OVERLAPS)
     feature = (tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)).to(tl.int64)
     row = tl.arange(0, ROWS)
     step = tl.arange(0, BLOCK_IN)
@@ -119,7 +119,6 @@ def _skinny_linear_4bit_kernel(
         if IN_FP32:
             x = x.to(tl.float32)
         sums = tl.dot(x, weight.to(x.dtype).trans(), sums, input_precision="ieee")
-    let_next_start(OVERLAPS)
     dtype = out_ptr.dtype.element_ty
     result = sums.to(dtype)
     if HAS_RESIDUAL:
