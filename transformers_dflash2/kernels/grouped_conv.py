@@ -28,6 +28,8 @@ from .overlap import overlap_options, wait_for_inputs
 __all__ = ["grouped_conv_ineligible_reason", "grouped_conv_op", "grouped_conv_triton"]
 
 _MAX_BLOCK_CHANNELS = 1024
+# A thread that adds up parts takes fewer channels.
+_MAX_BLOCK_CHANNELS_OF_PARTS = 256
 
 
 @triton.jit
@@ -161,7 +163,9 @@ def grouped_conv_triton(
         out = torch.empty((batch, block, hidden_size), dtype=hidden.dtype, device=hidden.device)
     if out.numel() == 0:
         return out
-    block_channels = min(next_power_of_2(hidden_size), _MAX_BLOCK_CHANNELS)
+    parts = dynamic_kernel.shape[0] if dynamic_kernel.dim() == 5 else 1
+    widest = _MAX_BLOCK_CHANNELS if parts == 1 else _MAX_BLOCK_CHANNELS_OF_PARTS
+    block_channels = min(next_power_of_2(hidden_size), widest)
     with torch.cuda.device_of(hidden):
         _grouped_conv_kernel[(batch * block, triton.cdiv(hidden_size, block_channels))](
             hidden,
@@ -179,7 +183,7 @@ def grouped_conv_triton(
             *dynamic_kernel.stride(),
             *((0, 0) if residual is None else residual.stride()[:2]),
             HAS_RESIDUAL=residual is not None,
-            PARTS=dynamic_kernel.shape[0] if dynamic_kernel.dim() == 5 else 1,
+            PARTS=parts,
             TAPS=base_kernel.shape[0],
             BLOCK_CHANNELS=block_channels,
             num_warps=4,

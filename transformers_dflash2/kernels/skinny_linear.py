@@ -56,6 +56,8 @@ _LINE = 64
 # What all programs together ask for while they wait for their inputs. Measured on an H200; more of it gets in the way
 # of the kernel that still runs.
 _PREFETCH_BYTES = 2 << 20
+# Of a product in parts, as [`_launch`] returns it.
+_PARTS_LAUNCH = (32, 64, 8, 4)
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -302,7 +304,7 @@ def skinny_linear_triton(
         out = x.new_empty(parts, x.shape[0], out_features, dtype=torch.float32)
     tile_rows = max(16, next_power_of_2(x.shape[0]))
     share = x.shape[1] // parts
-    launch = _launch(x.device, tile_rows, share, out_features, is_gated) if parts == 1 else (32, 64, 8, 4)
+    launch = _launch(x.device, tile_rows, share, out_features, is_gated) if parts == 1 else _PARTS_LAUNCH
     block_out, block_in, num_stages, num_warps = launch
     # Weights that there are not still need a pointer.
     pointers = [*weights, *weights[:1] * 2][:3]
