@@ -237,7 +237,7 @@ def test_two_drafters_side_by_side():
     }
     common = {"commit", "draft", "verify", "accept", "round", "plain step"}
     assert set(static["dspark"]) == common | {"draft: markov"}
-    assert set(static["dflash2"]) == common | {"draft: convolution", "draft: top-k", "draft: selector"}
+    assert set(static["dflash2"]) == common | {"draft: without convolution", "draft: top-k", "draft: selector"}
     assert "static, dspark, batch 1" in table(record)
 
 
@@ -263,7 +263,7 @@ def test_command_on_a_shape(tmp_path, capsys):
     assert record["copy_bytes_per_second"] > 0
     dynamic, static = record["phases"][:2]
     assert set(dynamic["seconds"]) == {"draft", "verify", "accept", "commit"}
-    parts = {"draft: convolution", "draft: selector", "draft: top-k"}
+    parts = {"draft: without convolution", "draft: selector", "draft: top-k"}
     assert set(static["seconds"]) == {"draft", "verify", "accept", "commit", "round", "plain step", *parts}
     assert all(spent > 0 for phases in record["phases"] for spent in phases["seconds"].values())
     assert record["environment"]["versions"]["torch"] == torch.__version__

@@ -22,7 +22,10 @@ than its arithmetic. While the context is open
 * `silu(gate) * up` runs as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
-  follows them at once (`silu(gate) * up`, the residual addition) is done in it;
+  follows them at once (`silu(gate) * up`, the output side of a drafter's convolution, the residual addition) is done
+  in it;
+* at up to 64 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
+  arrive from all of the device; the convolution adds them up;
 * at up to 64 rows, 4-bit layers of bitsandbytes run as one product that decodes their weights on the way.
 
 Other quantised projections, and wrapped ones, are only ever called, and keep their own forward. A module is replaced
@@ -41,7 +44,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -58,7 +61,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 from . import compat
 from .import_utils import unavailable_reason
 from .kernels.dispatch import ineligible_reason
-from .modeling_dflash2 import DFlash2Attention, DFlash2GroupedConv
+from .modeling_dflash2 import DFlash2Attention, DFlash2DecoderLayer, DFlash2GroupedConv
 
 
 def _same_code(function: Callable, like: Callable) -> bool:
@@ -284,8 +287,28 @@ def _weight_of(linear: nn.Module) -> torch.Tensor | None:
     return linear.weight if is_plain else None
 
 
+class _Convolution(NamedTuple):
+    """The output side of a convolution around a sublayer."""
+
+    module: DFlash2GroupedConv
+    dynamic: torch.Tensor
+
+
+def _finished(
+    output: torch.Tensor, residual: torch.Tensor | None = None, convolution: _Convolution | None = None
+) -> torch.Tensor:
+    """What a layer makes of a sublayer's output."""
+    if convolution is not None:
+        return convolution.module.finish(output, convolution.dynamic, residual)
+    return output if residual is None else residual + output
+
+
 def _product(
-    x: torch.Tensor, *linears: nn.Module, is_gated: bool = False, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    *linears: nn.Module,
+    is_gated: bool = False,
+    residual: torch.Tensor | None = None,
+    convolution: _Convolution | None = None,
 ) -> torch.Tensor | None:
     """What `skinny_linear` makes of linear layers of one input; `None` where the kernel cannot take them."""
     weights = [_weight_of(linear) for linear in linears]
@@ -294,6 +317,10 @@ def _product(
     if residual is not None:
         residual = residual.flatten(0, -2)
     rows, options = x.flatten(0, -2), {"is_gated": is_gated, "residual": residual}
+    if convolution is not None:
+        # Rows of a batch lie one after another, as those of the input do.
+        dynamic = convolution.dynamic.flatten(-4, -3)
+        options["convolution"] = (convolution.module.base_kernel[1], dynamic, x.shape[-2])
     if ineligible_reason("skinny_linear", rows, *weights, **options) is not None:
         return None
     from .kernels.skinny_linear import skinny_linear_pays, skinny_linear_triton
@@ -364,17 +391,25 @@ def _linear_4bit(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | No
     return product if residual is None else residual + product
 
 
-def _linear(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """A linear layer, and a residual addition after it."""
-    if getattr(linear.forward, "func", None) is _linear_4bit:
+def _linear(
+    linear: nn.Module,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    convolution: _Convolution | None = None,
+) -> torch.Tensor:
+    """A linear layer, and what its layer makes of its output."""
+    if convolution is None and getattr(linear.forward, "func", None) is _linear_4bit:
         return linear.forward(x, residual)
-    product = _product(x, linear, residual=residual)
-    if product is None:
-        product = linear(x) if residual is None else residual + linear(x)
-    return product
+    product = _product(x, linear, residual=residual, convolution=convolution)
+    return _finished(linear(x), residual, convolution) if product is None else product
 
 
-def _fused_mlp(module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+def _fused_mlp(
+    module: nn.Module,
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    convolution: _Convolution | None = None,
+) -> torch.Tensor:
     activated = _product(x, module.gate_proj, module.up_proj, is_gated=True)
     if activated is None:
         gate, up = module.gate_proj(x), module.up_proj(x)
@@ -384,7 +419,7 @@ def _fused_mlp(module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
             activated = silu_mul_triton(gate, up)
         else:
             activated = module.act_fn(gate) * up
-    return _linear(module.down_proj, activated, residual)
+    return _linear(module.down_proj, activated, residual, convolution)
 
 
 def _fused_layer(
@@ -489,17 +524,45 @@ def _fused_draft_attention(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     attention_mask: torch.Tensor | None,
     context,
+    residual: torch.Tensor | None = None,
+    convolution: _Convolution | None = None,
 ) -> torch.Tensor:
     # Only contexts of fixed size attend on their own.
     states = None
     if hasattr(context, "attend"):
         states = _rotated_heads(module, tables, hidden_states, position_embeddings)
     if states is None:
-        return type(module).forward(module, hidden_states, position_embeddings, attention_mask, context)
+        output = type(module).forward(module, hidden_states, position_embeddings, attention_mask, context)
+        return _finished(output, residual, convolution)
     queries, keys, values = states
     keys, values = context.with_block(module.layer_idx, keys, values)
     output = context.attend(module, queries, keys, values)
-    return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1))
+    return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1), residual, convolution)
+
+
+def _fused_draft_layer(
+    module: DFlash2DecoderLayer,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None,
+    context,
+) -> torch.Tensor:
+    attend = partial(
+        module.self_attn,
+        position_embeddings=position_embeddings,
+        attention_mask=attention_mask,
+        context=context,
+    )
+    for norm, conv, sublayer in (
+        (module.input_layernorm, module.attention_conv, attend),
+        (module.post_attention_layernorm, module.mlp_conv, module.mlp),
+    ):
+        mixed, convolution = norm(hidden_states), None
+        if conv is not None:
+            mixed, dynamic = conv.prepare(mixed)
+            convolution = _Convolution(conv, dynamic)
+        hidden_states = sublayer(mixed, residual=hidden_states, convolution=convolution)
+    return hidden_states
 
 
 def _fused_convolution(
@@ -549,6 +612,10 @@ def _stand_in(module: nn.Module, tables: _RotaryTables, is_coefficients: bool = 
     if mixer is not None:
         options = _norm_options(module.post_attention_layernorm)
         return "layer", partial(_fused_layer, module, mixer, options, _is_gated_silu(module.mlp))
+    if isinstance(module, DFlash2DecoderLayer) and _is_untouched(module):
+        # Its sublayers' stand-ins take what follows them along.
+        if _is_untouched(module.self_attn) and _is_gated_silu(module.mlp):
+            return "draft_layer", partial(_fused_draft_layer, module)
     if isinstance(module, DFlash2Attention) and _is_untouched(module):
         return "attention", partial(_fused_draft_attention, module, tables)
     window = _window_of(module)

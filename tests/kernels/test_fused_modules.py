@@ -398,6 +398,35 @@ def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypat
         assert relative_rms(mine, plain) < 2e-3
 
 
+@pytest.mark.parametrize("has_conv", [True, False], ids=["dflash2", "dflash-v1"])
+def test_a_draft_layer_finishes_in_its_products(device, monkeypatch, has_conv):
+    """Catches an output side that is mixed twice or not at all, and a residual of the wrong sublayer."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (2, 1 << 16))
+    options = {"hidden_size": 64, "intermediate_size": 128, "conv_group_size": 16, "target_layer_ids": [0, 1]}
+    target = table_target(num_hidden_layers=2, hidden_size=64)
+    options |= {} if has_conv else {"conv_kernel_size": 0, "conv_group_size": 0}
+    draft = random_weights(random_drafter(target, **options), std=0.1).half().to(device)
+    embeds, finished = torch.randn(2, 4, 64, device=device).half(), []
+    original = skinny_linear.skinny_linear_triton
+
+    def product(*args, **kwargs):
+        finished.append((kwargs.get("residual") is not None, kwargs.get("convolution") is not None))
+        return original(*args, **kwargs)
+
+    def run(fused):
+        context = StaticContext(draft, rows=2, capacity=12)
+        block = torch.arange(4, device=device).expand(2, -1)
+        with torch.no_grad(), fused_modules(draft) if fused else contextlib.nullcontext():
+            return draft(embeds, block, context).last_hidden_state
+
+    expected = run(fused=False)
+    monkeypatch.setattr(skinny_linear, "skinny_linear_triton", product)
+    assert relative_rms(run(fused=True), expected) < 5e-3
+    # Of each layer, what follows its two sublayers.
+    assert finished.count((True, has_conv)) == 2 * len(draft.layers)
+
+
 def test_narrow_layers_stay_with_the_library(device, launches, monkeypatch):
     """Catches a product that leaves most of a device idle, also in a compiled target."""
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (6, 1 << 16))

@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 
 from kernel_checks import BF16, FP16, assert_as_exact_as, opcheck, relative_rms  # noqa: E402
 
+from transformers_dflash2.functional_dflash2 import grouped_conv  # noqa: E402
 from transformers_dflash2.kernels import skinny_linear  # noqa: E402
 from transformers_dflash2.kernels.skinny_linear import (  # noqa: E402
     skinny_linear_ineligible_reason,
@@ -106,6 +107,52 @@ def test_number_of_parts(monkeypatch, in_features, out_features, parts):
     assert skinny_linear_parts(torch.device("cpu"), in_features, out_features) == parts
 
 
+def convolution_of(device, dtype, rows, block, taps, out_features, group, parts=None):
+    base = torch.randn(taps, out_features, device=device).to(dtype)
+    # Both sides of a convolution come from one projection.
+    shape = (parts, rows, 2, taps, out_features // group) if parts else (rows, 2, taps, out_features // group)
+    dynamic = torch.randn(shape, device=device).to(torch.float32 if parts else dtype)
+    return base, dynamic[..., 1, :, :], block
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize(
+    ("rows", "block", "taps", "group"),
+    [
+        pytest.param(8, 8, 2, 16, id="one-block"),
+        pytest.param(12, 4, 3, 8, id="three-blocks"),
+        pytest.param(3, 1, 2, 1, id="anchor-only"),
+        pytest.param(6, 2, 4, 16, id="more-taps-than-rows"),
+        pytest.param(40, 8, 2, 4, id="more-rows"),
+    ],
+)
+def test_convolution(device, dtype, rows, block, taps, group, parts):
+    """Catches rows of another block, coefficients of another row, group or side, and a rounding that is left out."""
+    x, weight = operands(device, dtype, rows, 128, 96)
+    residual = torch.randn(rows, 96, device=device).to(dtype)
+    convolution = convolution_of(device, dtype, rows, block, taps, 96, group, parts)
+    for options in ({}, {"residual": residual}):
+        actual = skinny_linear_triton(x, weight, convolution=convolution, **options)
+        # The same roundings in the same places: what is left is the order of sums.
+        product, (base, dynamic, _) = skinny_linear_triton(x, weight), convolution
+        shape = {"group_size": group, "residual": residual.view(-1, block, 96) if options else None}
+        expected = grouped_conv(product.view(-1, block, 96), base, dynamic.unflatten(-3, (-1, block)), **shape)
+        assert relative_rms(actual, expected.flatten(0, 1)) < torch.finfo(dtype).eps
+        reference = skinny_linear_reference(x, weight, convolution=convolution, **options)
+        assert relative_rms(reference, actual) < 4 * torch.finfo(dtype).eps
+
+
+def test_a_convolution_keeps_blocks_apart(device):
+    """Catches a factor of zero in place of a mask: a NaN of one block reaches another, or a row before it."""
+    x, weight = operands(device, torch.float16, 8, 128, 32)
+    convolution = convolution_of(device, torch.float16, 8, 4, 2, 32, 16)
+    x[2] = float("nan")
+    actual = skinny_linear_triton(x, weight, convolution=convolution)
+    assert actual.isnan().all(dim=1).tolist() == [False, False, True, True, False, False, False, False]
+    assert actual.isnan().any(dim=1).tolist() == [False, False, True, True, False, False, False, False]
+
+
 def test_rows_do_not_meet(device):
     """Catches rows that leak into each other: a NaN stays in its row."""
     x, weight = operands(device, torch.float16, 4, 128, 32)
@@ -139,6 +186,21 @@ def test_operator(device):
         pytest.param(lambda t: ({"is_gated": True}), "a gated product takes two weights", id="gated"),
         pytest.param(lambda t: ({"parts": 4}), "128 inputs are no multiple of parts=4", id="parts"),
         pytest.param(lambda t: ({"parts": 2, "residual": t["x"]}), "goes with one weight", id="parts-and-residual"),
+        pytest.param(
+            lambda t: ({"convolution": (t["x"].new_zeros(2, 64), t["x"].new_zeros(4, 2, 4), 3)}),
+            "4 rows are no multiple of block=3",
+            id="block",
+        ),
+        pytest.param(
+            lambda t: ({"convolution": (t["x"].new_zeros(2, 64), t["x"].new_zeros(4, 3, 4), 4)}),
+            "dynamic has shape",
+            id="taps",
+        ),
+        pytest.param(
+            lambda t: ({"convolution": (t["x"].new_zeros(2, 64), t["x"].new_zeros(4, 2, 2), 4)}),
+            "dynamic has 2 groups for 64 features",
+            id="groups",
+        ),
         pytest.param(lambda t: ({"residual": t["x"]}), "residual has shape", id="residual"),
     ],
 )

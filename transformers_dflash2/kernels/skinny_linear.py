@@ -16,11 +16,14 @@
     plain       out = [x W_0^T, x W_1^T, ...]              weights side by side, e.g. queries, keys and values
     gated       out = round(silu(x W_0^T) * x W_1^T)       the first half of a gated feed-forward
     residual    out = round(x W_0^T + residual)
+    mixed       out = round(conv(x W_0^T) + residual)      the output side of a grouped dynamic convolution
 
 A block of a few tokens reads every weight once and does next to no arithmetic with it, and general matrix products are
 tuned for more rows: theirs split the inner dimension of narrow layers over a second kernel, and cost a launch each.
 Here one launch takes up to three weights of one input. A program owns a few output features and streams their weights
 through shared memory; nothing is added up across programs, so results do not depend on the order in which they run.
+
+A program has every row of its features, so it can mix rows as [`functional_dflash2.grouped_conv`] does.
 
 Sums are in fp32. A product is rounded to the dtype of `x` before anything is done to it, as the host's modules round.
 """
@@ -31,7 +34,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .dispatch import device_reason, dispatch, is_interpreting, next_power_of_2, out_reason, tensor_reason
+from ..functional_dflash2 import grouped_conv
+from .dispatch import (
+    FLOAT_DTYPES,
+    device_reason,
+    dispatch,
+    is_interpreting,
+    next_power_of_2,
+    out_reason,
+    tensor_reason,
+)
 from .overlap import overlap_options, prefetch_lines, wait_for_inputs
 
 
@@ -68,10 +80,17 @@ def _skinny_linear_kernel(
     weight_1_ptr,
     weight_2_ptr,
     residual_ptr,
+    base_ptr,
+    dynamic_ptr,
     out_ptr,
     rows,
     x_stride,
     residual_stride,
+    base_tap_stride,
+    dynamic_part_stride,
+    dynamic_row_stride,
+    dynamic_tap_stride,
+    block,
     OUT_FEATURES: tl.constexpr,
     FEATURES_0: tl.constexpr,
     FEATURES_1: tl.constexpr,
@@ -80,6 +99,10 @@ def _skinny_linear_kernel(
     SHARE: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    # Of the convolution: rows that are mixed into one (0 for none), channels of a group, parts of the coefficients.
+    TAPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
     IN_FP32: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -139,6 +162,26 @@ def _skinny_linear_kernel(
         activated = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
         result = activated * gated.to(dtype).to(tl.float32)
     column = first + tl.arange(0, BLOCK_OUT)
+    if TAPS > 0:
+        group = first // GROUP + tl.arange(0, BLOCK_OUT // GROUP)
+        product = result
+        result = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+        for tap in tl.static_range(TAPS):
+            # Rows before a block's start, and rows that are not there, are left out instead of multiplied by zero.
+            fires = is_row & (row % block >= tap)
+            coefficients = dynamic_ptr + row[:, None] * dynamic_row_stride + tap * dynamic_tap_stride + group[None, :]
+            dynamic = tl.load(coefficients, mask=fires[:, None], other=0.0).to(tl.float32)
+            if PARTS > 1:
+                for part in tl.static_range(1, PARTS):
+                    dynamic += tl.load(coefficients + part * dynamic_part_stride, mask=fires[:, None], other=0.0)
+                dynamic = dynamic.to(dtype).to(tl.float32)
+            dynamic = tl.broadcast_to(dynamic[:, :, None], (ROWS, BLOCK_OUT // GROUP, GROUP))
+            base = tl.load(base_ptr + tap * base_tap_stride + column).to(tl.float32)
+            source = tl.broadcast_to(tl.where(fires, row - tap, 0)[:, None], (ROWS, BLOCK_OUT))
+            values = tl.gather(product, source, 0)
+            mixed = (base[None, :] + dynamic.reshape(ROWS, BLOCK_OUT)) * values
+            result += tl.where(fires[:, None], mixed, 0.0)
+        result = result.to(dtype).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(
             residual_ptr + row[:, None] * residual_stride + column[None, :], mask=is_row[:, None], other=0.0
@@ -153,6 +196,7 @@ def skinny_linear_ineligible_reason(
     *weights: torch.Tensor,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    convolution: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     parts: int = 1,
     out: torch.Tensor | None = None,
 ) -> str | None:
@@ -160,7 +204,8 @@ def skinny_linear_ineligible_reason(
     if not 1 <= len(weights) <= 3:
         return f"there are {len(weights)} weights; pass 1 to 3"
     names = {f"weights[{index}]": weight for index, weight in enumerate(weights)}
-    reason = device_reason(x=x, **names, residual=residual) or tensor_reason(
+    base, dynamic, block = (None, None, 1) if convolution is None else convolution
+    reason = device_reason(x=x, **names, residual=residual, base=base, dynamic=dynamic) or tensor_reason(
         "x", x, shape=(None, None), dtypes=_DTYPES
     )
     if reason is not None:
@@ -182,8 +227,8 @@ def skinny_linear_ineligible_reason(
         x.dtype,
     )
     if parts != 1:
-        if len(weights) != 1 or residual is not None:
-            return f"parts={parts} goes with one weight and no residual"
+        if len(weights) != 1 or residual is not None or convolution is not None:
+            return f"parts={parts} goes with one weight and nothing behind it"
         if parts < 1 or x.shape[1] % (parts * _PART_MULTIPLE):
             return f"{x.shape[1]} inputs are no multiple of parts={parts} times {_PART_MULTIPLE}"
         shape, dtype = (parts, *shape), torch.float32
@@ -191,9 +236,37 @@ def skinny_linear_ineligible_reason(
         if is_gated or len(weights) != 1:
             return "a residual goes with one weight"
         reason = tensor_reason("residual", residual, shape=shape, dtypes=(x.dtype,))
+    if reason is None and convolution is not None:
+        reason = _convolution_reason(base, dynamic, block, shape, x.dtype)
+        if reason is None and (is_gated or len(weights) != 1):
+            reason = "a convolution goes with one weight"
     if reason is None and out is not None:
         reason = out_reason("out", out, x, shape=shape, dtype=dtype)
     return reason
+
+
+def _convolution_reason(
+    base: torch.Tensor, dynamic: torch.Tensor, block: int, shape: tuple[int, int], dtype: torch.dtype
+) -> str | None:
+    rows, out_features = shape
+    if block < 1 or rows % block:
+        return f"{rows} rows are no multiple of block={block}"
+    reason = tensor_reason("base", base, shape=(None, out_features), dtypes=FLOAT_DTYPES)
+    if reason is not None:
+        return reason
+    taps = base.shape[0]
+    if dynamic.dim() == 4:
+        reason = tensor_reason("dynamic", dynamic, shape=(None, rows, taps, None), dtypes=(torch.float32,))
+    else:
+        reason = tensor_reason("dynamic", dynamic, shape=(rows, taps, None), dtypes=(dtype,))
+    if reason is not None:
+        return reason
+    groups = dynamic.shape[-1]
+    group = out_features // groups if groups and out_features % groups == 0 else 0
+    # Programs have 16 or 32 features.
+    if group not in (1, 2, 4, 8, 16):
+        return f"dynamic has {groups} groups for {out_features} features; groups of 1, 2, 4, 8 or 16 are supported"
+    return None
 
 
 @lru_cache
@@ -267,6 +340,7 @@ def skinny_linear_triton(
     *weights: torch.Tensor,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    convolution: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     parts: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -282,7 +356,12 @@ def skinny_linear_triton(
             Whether the product with the second of two weights is multiplied with the SiLU of the product with the
             first.
         residual (`torch.Tensor` of shape `(rows, out_features)`, *optional*):
-            Added to the product with a single weight.
+            Added to the product with a single weight, or to what the convolution makes of it.
+        convolution (`tuple`, *optional*):
+            `(base, dynamic, block)` of a grouped convolution of the product with a single weight: learned
+            coefficients of shape `(taps, out_features)`; those of each row and group, of shape `(rows, taps, groups)`
+            in the dtype of `x`, or fp32 sums of shape `(parts, rows, taps, groups)` whose total is rounded to it; and
+            the length of the blocks that the rows are made of. See [`functional_dflash2.grouped_conv`].
         parts (`int`, *optional*, defaults to 1):
             How many programs share the inputs of a feature of a single weight, see [`skinny_linear_parts`]. Whoever
             reads the result adds up what they found.
@@ -293,7 +372,9 @@ def skinny_linear_triton(
         `torch.Tensor` of shape `(rows, out_features)`, the features of several weights side by side; of more than one
         part, fp32 sums of shape `(parts, rows, out_features)`.
     """
-    reason = skinny_linear_ineligible_reason(x, *weights, is_gated=is_gated, residual=residual, parts=parts, out=out)
+    reason = skinny_linear_ineligible_reason(
+        x, *weights, is_gated=is_gated, residual=residual, convolution=convolution, parts=parts, out=out
+    )
     if reason is not None:
         raise ValueError(f"skinny_linear_triton: {reason}")
     features = [weight.shape[0] for weight in weights]
@@ -306,6 +387,10 @@ def skinny_linear_triton(
     share = x.shape[1] // parts
     launch = _launch(x.device, tile_rows, share, out_features, is_gated) if parts == 1 else _PARTS_LAUNCH
     block_out, block_in, num_stages, num_warps = launch
+    base, dynamic, block = (x, x, 1) if convolution is None else convolution
+    strides = (0, 0, 0, 0)
+    if convolution is not None:
+        strides = (base.stride(0), dynamic.stride(0) if dynamic.dim() == 4 else 0, *dynamic.stride()[-3:-1])
     # Weights that there are not still need a pointer.
     pointers = [*weights, *weights[:1] * 2][:3]
     with torch.cuda.device_of(x):
@@ -313,10 +398,14 @@ def skinny_linear_triton(
             x,
             *pointers,
             x if residual is None else residual,
+            base,
+            dynamic,
             out,
             x.shape[0],
             x.stride(0),
             0 if residual is None else residual.stride(0),
+            *strides,
+            block,
             OUT_FEATURES=out_features,
             FEATURES_0=features[0],
             FEATURES_1=features[1] if len(features) > 1 else 0,
@@ -324,6 +413,9 @@ def skinny_linear_triton(
             SHARE=share,
             IS_GATED=is_gated,
             HAS_RESIDUAL=residual is not None,
+            TAPS=0 if convolution is None else base.shape[0],
+            GROUP=1 if convolution is None else out_features // dynamic.shape[-1],
+            PARTS=dynamic.shape[0] if convolution is not None and dynamic.dim() == 4 else 1,
             IN_FP32=is_interpreting(),
             ROWS=tile_rows,
             BLOCK_OUT=block_out,
@@ -342,6 +434,7 @@ def skinny_linear_reference(
     *weights: torch.Tensor,
     is_gated: bool = False,
     residual: torch.Tensor | None = None,
+    convolution: tuple[torch.Tensor, torch.Tensor, int] | None = None,
     parts: int = 1,
 ) -> torch.Tensor:
     """The same in plain PyTorch; arguments of [`skinny_linear_triton`]."""
@@ -352,9 +445,13 @@ def skinny_linear_reference(
     products = [torch.nn.functional.linear(x, weight) for weight in weights]
     if is_gated:
         return torch.nn.functional.silu(products[0]) * products[1]
-    if residual is not None:
-        return products[0] + residual
-    return torch.cat(products, dim=-1)
+    product = torch.cat(products, dim=-1)
+    if convolution is not None:
+        base, dynamic, block = convolution
+        size = product.shape[-1] // dynamic.shape[-1]
+        blocks, dynamic = product.unflatten(0, (-1, block)), dynamic.unflatten(-3, (-1, block))
+        product = grouped_conv(blocks, base, dynamic, group_size=size).flatten(0, 1)
+    return product if residual is None else product + residual
 
 
 @torch.library.custom_op("transformers_dflash2::skinny_linear", mutates_args=())
