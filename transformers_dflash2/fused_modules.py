@@ -229,18 +229,17 @@ class _RotaryTables:
 
     def __init__(self):
         # Holds the key's tensor, whose identity is then its own.
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(rows, head_dim)` table and the place of each row of a `(batch, block)` block in it."""
+    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> torch.Tensor:
+        """`(batch * block, head_dim)` table with a row for each row of a `(batch, block)` block."""
         known = self._tables.get(id(cos))
         if known is None or known[0] is not cos:
             from .kernels.rotary_embedding import cos_sin_table
 
             table = cos_sin_table(cos, sin).expand(batch, -1, -1).flatten(0, 1)
-            places = torch.arange(table.shape[0], device=table.device)
-            known = self._tables[id(cos)] = (cos, table, places)
-        return known[1:]
+            known = self._tables[id(cos)] = (cos, table)
+        return known[1]
 
 
 def _fused_norm(module: nn.Module, options: dict[str, Any], hidden_states: torch.Tensor) -> torch.Tensor:
@@ -454,8 +453,7 @@ def _attention_states(
         "num_key_value_heads": kv_heads,
         "eps": module.q_norm.variance_epsilon if weights[0] is not None else 0.0,
     }
-    table, places = tables.get(cos, sin, batch)
-    arguments = (rows, places, *weights, table)
+    arguments = (rows, None, *weights, tables.get(cos, sin, batch))
     # Columns of another block would be read as if they were those of this one.
     writes = (
         destination is not None

@@ -161,6 +161,16 @@ def test_large_positions(device):
     assert relative_rms(qk_norm_rope_triton(*inputs, **sizes), exact) < 1e-6
 
 
+def test_a_table_row_for_each_row(device):
+    """Catches rows that share the first row of a table, and a table that is too short to have one for each."""
+    (qkv, _, *weights, table), sizes = rope_inputs(device, 4)
+    expected = qk_norm_rope_triton(qkv.clone(), torch.arange(4, device=device), *weights, table, **sizes)
+    reference = qk_norm_rope_reference(qkv.clone(), None, *weights, table[:4], **sizes)
+    assert "cos_sin has shape (3, 6)" in qk_norm_rope_ineligible_reason(qkv, None, *weights, table[:3], **sizes)
+    assert torch.equal(qk_norm_rope_triton(qkv, None, *weights, table[:4], **sizes), expected)
+    assert relative_rms(reference, expected) < 1e-6
+
+
 def test_rows_are_independent(device):
     """Catches a NaN that reaches another row or head, and a position outside the table that reads other memory."""
     inputs, sizes = rope_inputs(device, 4, 2, 1, 6)

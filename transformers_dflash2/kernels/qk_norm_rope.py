@@ -59,6 +59,7 @@ def _qk_norm_rope_kernel(
     NUM_KEY_VALUE_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     WRITES: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -96,7 +97,9 @@ def _qk_norm_rope_kernel(
         ).to(tl.float32)
         first = (first * scale * first_weight).to(dtype).to(tl.float32)
         second = (second * scale * second_weight).to(dtype).to(tl.float32)
-    position = tl.load(position_ptr + row).to(tl.int64)
+    position = row
+    if HAS_POSITIONS:
+        position = tl.load(position_ptr + row).to(tl.int64)
     in_table = (inside & (position >= 0) & (position < table_rows)) != 0
     # A position that the table does not reach gives NaN, not the memory behind it.
     cos = tl.load(table_ptr + position * table_row_stride + dim, mask=in_table, other=float("nan")).to(tl.float32)
@@ -115,7 +118,7 @@ def _qk_norm_rope_kernel(
 
 def qk_norm_rope_ineligible_reason(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -141,9 +144,13 @@ def qk_norm_rope_ineligible_reason(
     if num_heads < 1 or num_key_value_heads < 1:
         return f"num_heads={num_heads} and num_key_value_heads={num_key_value_heads}; both must be at least 1"
     width = (num_heads + 2 * num_key_value_heads) * head_dim
+    if positions is None:
+        positions_reason = tensor_reason("cos_sin", cos_sin, shape=(len(qkv), None), dtypes=FLOAT_DTYPES)
+    else:
+        positions_reason = tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
     return (
         tensor_reason("qkv", qkv, shape=(None, width), dtypes=FLOAT_DTYPES)
-        or tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
+        or positions_reason
         or _norm_weights_reason(q_norm_weight, k_norm_weight, head_dim)
         or (None if write_to is None else _write_reason(qkv, *write_to, num_key_value_heads, head_dim))
     )
@@ -187,7 +194,7 @@ def _norm_weights_reason(
 
 def qk_norm_rope_triton(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -203,8 +210,9 @@ def qk_norm_rope_triton(
     Args:
         qkv (`torch.Tensor` of shape `(rows, (num_heads + 2 * num_key_value_heads) * head_dim)`):
             Projected rows, changed in place; any row stride.
-        positions (`torch.LongTensor` of shape `(rows,)`):
-            Absolute position of each row. Heads of a position outside the table become NaN.
+        positions (`torch.LongTensor` of shape `(rows,)`, *optional*):
+            Absolute position of each row. Heads of a position outside the table become NaN. Without it the table has
+            a row for each row of `qkv`.
         q_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
             Weight of the query heads' norm; without it and `k_norm_weight` heads are only rotated.
         k_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
@@ -236,7 +244,7 @@ def qk_norm_rope_triton(
     with torch.cuda.device_of(qkv):
         _qk_norm_rope_kernel[(qkv.shape[0], num_heads + (2 if writes else 1) * num_key_value_heads)](
             qkv,
-            positions,
+            qkv if positions is None else positions,
             qkv if q_norm_weight is None else q_norm_weight,
             qkv if k_norm_weight is None else k_norm_weight,
             cos_sin,
@@ -254,6 +262,7 @@ def qk_norm_rope_triton(
             NUM_KEY_VALUE_HEADS=num_key_value_heads,
             HALF=half,
             BLOCK_HALF=next_power_of_2(half),
+            HAS_POSITIONS=positions is not None,
             HAS_NORM=q_norm_weight is not None,
             WRITES=writes,
             num_warps=1,
@@ -264,7 +273,7 @@ def qk_norm_rope_triton(
 
 def qk_norm_rope_reference(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -284,7 +293,8 @@ def qk_norm_rope_reference(
         values = heads.float()
         normed = (values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps) * weight).to(qkv.dtype)
     first, second = normed.float().chunk(2, dim=-1)
-    cos, sin = cos_sin[positions].float().view(rows, 1, head_dim).chunk(2, dim=-1)
+    angles = cos_sin if positions is None else cos_sin[positions]
+    cos, sin = angles.float().view(rows, 1, head_dim).chunk(2, dim=-1)
     heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
     if write_to is not None:
         *buffers, columns = write_to
