@@ -18,7 +18,8 @@ than its arithmetic. While the context is open
 
 * RMS norms run as one kernel, and the one behind an attention block takes the residual addition along;
 * cosines and sines of the rotary embedding are made by one kernel;
-* query and key norms and the rotation of a layer run as one kernel on its joined projections;
+* query and key norms and the rotation of a layer run as one kernel on its joined projections, which also puts keys and
+  values into a cache of fixed buffers;
 * `silu(gate) * up` runs as one kernel;
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
@@ -231,18 +232,17 @@ class _RotaryTables:
 
     def __init__(self):
         # Holds the key's tensor, whose identity is then its own.
-        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(rows, head_dim)` table and the place of each row of a `(batch, block)` block in it."""
+    def get(self, cos: torch.Tensor, sin: torch.Tensor, batch: int) -> torch.Tensor:
+        """`(batch * block, head_dim)` table with a row for each row of a `(batch, block)` block."""
         known = self._tables.get(id(cos))
         if known is None or known[0] is not cos:
             from .kernels.rotary_embedding import cos_sin_table
 
             table = cos_sin_table(cos, sin).expand(batch, -1, -1).flatten(0, 1)
-            places = torch.arange(table.shape[0], device=table.device)
-            known = self._tables[id(cos)] = (cos, table, places)
-        return known[1:]
+            known = self._tables[id(cos)] = (cos, table)
+        return known[1]
 
 
 def _fused_norm(module: nn.Module, options: dict[str, Any], hidden_states: torch.Tensor) -> torch.Tensor:
@@ -447,13 +447,28 @@ def _fused_layer(
     return residual + (hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states)
 
 
-def _rotated_heads(
-    module: nn.Module, tables: _RotaryTables, hidden_states: torch.Tensor, position_embeddings
+def _block_destination(cache, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Where a target's cache takes a block; `None` where updating it is more than a write into fixed buffers."""
+    layers = getattr(cache, "layers", ())
+    # Other caches may make their layers as they are first updated.
+    layer = layers[layer_idx] if layer_idx < len(layers) else None
+    # Only layers of the static tempo tell it.
+    return layer.block_destination() if hasattr(layer, "block_destination") else None
+
+
+def _attention_states(
+    module: nn.Module,
+    tables: _RotaryTables,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    destination: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    update: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
     """
-    Normed and rotated queries and keys, and values, each `(batch, heads, block, head_dim)`.
+    Normed and rotated queries of shape `(batch, heads, block, head_dim)`, and the keys and values that they attend to.
 
-    `None` where the kernel cannot take them; nothing has been changed then.
+    The block's own are written to `destination` as they are made, or else given to `update`. `None` where the kernel
+    cannot take them; nothing has been changed then.
     """
     cos, sin = position_embeddings
     head_dim = module.head_dim
@@ -473,14 +488,21 @@ def _rotated_heads(
         "num_key_value_heads": kv_heads,
         "eps": module.q_norm.variance_epsilon if weights[0] is not None else 0.0,
     }
-    table, places = tables.get(cos, sin, batch)
-    if ineligible_reason("qk_norm_rope", rows, places, *weights, table, **sizes) is not None:
+    arguments = (rows, None, *weights, tables.get(cos, sin, batch))
+    # Columns of another block would be read as if they were those of this one.
+    writes = (
+        destination is not None
+        and destination[2].shape == (batch, block)
+        and ineligible_reason("qk_norm_rope", *arguments, **sizes, write_to=destination) is None
+    )
+    if not writes and ineligible_reason("qk_norm_rope", *arguments, **sizes) is not None:
         return None
     from .kernels import qk_norm_rope_triton
 
-    qk_norm_rope_triton(rows, places, *weights, table, **sizes)
+    qk_norm_rope_triton(*arguments, **sizes, write_to=destination if writes else None)
     parts = joined.unflatten(-1, (-1, head_dim)).transpose(1, 2).split([heads, kv_heads, kv_heads], dim=1)
-    return parts
+    queries, *states = parts
+    return queries, *(destination[:2] if writes else update(*states))
 
 
 def _fused_attention(
@@ -492,14 +514,21 @@ def _fused_attention(
     attention_mask: torch.Tensor | None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    cache = kwargs.get(compat.CACHE_KEY)
-    states = None if cache is None else _rotated_heads(module, tables, hidden_states, position_embeddings)
+    cache, states = kwargs.get(compat.CACHE_KEY), None
+    if cache is not None:
+        states = _attention_states(
+            module,
+            tables,
+            hidden_states,
+            position_embeddings,
+            _block_destination(cache, module.layer_idx),
+            lambda keys, values: cache.update(keys, values, module.layer_idx),
+        )
     if states is None:
         return type(module).forward(
             module, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask, **kwargs
         )
     queries, keys, values = states
-    keys, values = cache.update(keys, values, module.layer_idx)
     del kwargs[compat.CACHE_KEY]
     implementation = module.config._attn_implementation
     eager = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
@@ -530,13 +559,18 @@ def _fused_draft_attention(
     # Only contexts of fixed size attend on their own.
     states = None
     if hasattr(context, "attend"):
-        states = _rotated_heads(module, tables, hidden_states, position_embeddings)
+        states = _attention_states(
+            module,
+            tables,
+            hidden_states,
+            position_embeddings,
+            context.block_destination(module.layer_idx, hidden_states.shape[1]),
+            partial(context.with_block, module.layer_idx),
+        )
     if states is None:
         output = type(module).forward(module, hidden_states, position_embeddings, attention_mask, context)
         return _finished(output, residual, convolution)
-    queries, keys, values = states
-    keys, values = context.with_block(module.layer_idx, keys, values)
-    output = context.attend(module, queries, keys, values)
+    output = context.attend(module, *states)
     return _linear(module.o_proj, output.reshape(*hidden_states.shape[:-1], -1), residual, convolution)
 
 

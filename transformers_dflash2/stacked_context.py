@@ -90,13 +90,12 @@ class StackedContext:
 
         fused = draft.hidden_norm(draft.fc(features))
         table = cos_sin_table(*draft.rotary_emb(fused, positions)).flatten(0, 1)
-        places = torch.arange(table.shape[0], device=table.device).view(positions.shape)
         columns = self.context.begin_append(positions, counts)
         context_kv_triton(
             nn.functional.linear(fused, self._weight).flatten(0, 1),
             self._norms,
             table,
-            places,
+            None,
             columns,
             self.context.keys,
             self.context.values,

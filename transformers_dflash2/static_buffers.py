@@ -90,8 +90,12 @@ class StaticTargetLayer(CacheLayerMixin):
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """Write a block of shape `(rows, kv_heads, block, head_dim)`; returns the whole buffers."""
-        _write(self.keys, self.values, self.columns, key_states, value_states)
+        _write(*self.block_destination(), key_states, value_states)
         return self.keys, self.values
+
+    def block_destination(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Key buffer, value buffer and columns: all that [`update`] writes, for a kernel that does it."""
+        return self.keys, self.values, self.columns
 
     def get_mask_sizes(self, *args, **kwargs) -> tuple[int, int]:
         """Columns and offset; the attention function masks by length on its own."""
@@ -284,11 +288,16 @@ class StaticContext:
 
     def with_block(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor):
         """Write the block behind each row's context, layer 0 first; returns the whole buffers."""
+        destination = self.block_destination(layer_idx, keys.shape[2])
+        _write(*destination, keys, values)
+        return destination[:2]
+
+    def block_destination(self, layer_idx: int, block: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Key buffer, value buffer and columns: all that [`with_block`] writes, for a kernel that does it."""
         if layer_idx == 0:
             # The same in every layer of a pass.
-            self._block_columns = self.lengths[:, None] + torch.arange(keys.shape[2], device=keys.device)
-        _write(self.keys[layer_idx], self.values[layer_idx], self._block_columns, keys, values)
-        return self.keys[layer_idx], self.values[layer_idx]
+            self._block_columns = self.lengths[:, None] + torch.arange(block, device=self.lengths.device)
+        return self.keys[layer_idx], self.values[layer_idx], self._block_columns
 
     def block_mask(self, *args, **kwargs) -> None:
         """None: [`attend`] masks by length."""

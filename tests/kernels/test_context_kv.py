@@ -222,6 +222,21 @@ def test_positions_outside_the_table_give_nan(device):
         assert args[5][0][0, :, args[4][0, 0]].isfinite().all()
 
 
+def test_a_table_row_for_each_entry(device):
+    """Catches entries that share the first rows of a table, and a table that is too short to have one for each."""
+    case = CASES["commit-and-skip"]
+    args, kwargs = case.inputs(device)
+    args[2], args[3] = args[2][:6], torch.arange(6, device=device).view(2, 3)
+    keys, _ = case.exact(args)
+    args[3] = None
+    for write in (context_kv_triton, context_kv_reference):
+        args[5:] = case.buffers(device, torch.float32), case.buffers(device, torch.float32)
+        write(*args, **kwargs)
+        assert all(relative_rms(output, exact) < 1e-5 for output, exact in zip(args[5], keys, strict=True))
+    args[2] = args[2][:5]
+    assert "cos_sin has shape (5, 16)" in context_kv_ineligible_reason(*args, **kwargs)
+
+
 def test_strided_projection_and_given_pointers(device):
     """Rows of a wider product, and the pointer table that a CUDA graph needs."""
     case = CASES["all"]

@@ -57,7 +57,7 @@ LAUNCHERS = ("rms_norm", "gated_rms_norm", "short_conv", "silu_mul", "rotary_emb
 @pytest.fixture
 def launches(monkeypatch):
     """How often each launcher ran."""
-    counts = dict.fromkeys((*LAUNCHERS, "context_kv", "skinny_linear"), 0)
+    counts = dict.fromkeys((*LAUNCHERS, "context_kv", "skinny_linear", "write_columns"), 0)
     for name in counts:
         module = __import__(f"transformers_dflash2.kernels.{name}", fromlist=[name])
         original = getattr(module, f"{name}_triton")
@@ -79,8 +79,8 @@ def random_weights(model, std=0.3):
     return model
 
 
-def block_logits(target, fused):
-    """Logits of a block on top of two rows of different length, in buffers of fixed size."""
+def block_logits(target, fused, value_layout=torch.contiguous_format):
+    """Logits of a block on top of two rows of different length, in fixed buffers, values in a layout of their own."""
     torch.manual_seed(1)
     rows, block, capacity = 2, 3, 12
     device = target.device
@@ -89,7 +89,11 @@ def block_logits(target, fused):
     columns = lengths[:, None] + torch.arange(block, device=device)
     shape = (rows, config.num_key_value_heads, capacity, config.head_dim)
     layers = [
-        StaticTargetLayer(columns, torch.randn(shape, device=device), torch.randn(shape, device=device))
+        StaticTargetLayer(
+            columns,
+            torch.randn(shape, device=device),
+            torch.randn(shape, device=device).contiguous(memory_format=value_layout),
+        )
         for _ in range(config.num_hidden_layers)
     ]
     inputs = {"input_ids": torch.randint(1, 30, (rows, block), device=device), "position_ids": columns}
@@ -121,14 +125,30 @@ def test_fused_model_equals_the_model(device, launches, model_type, options, kin
     """Catches a stand-in for a class that computes something else, and one that never runs."""
     target = random_weights(table_target(model_type=model_type, num_hidden_layers=2, **options)).to(device)
     expected, _, expected_layers = block_logits(target, fused=False)
-    assert not any(launches.values())
+    assert {name for name, count in launches.items() if count} == {"write_columns"}
+    launches["write_columns"] = 0
     actual, counts, layers = block_logits(target, fused=True)
     assert dict(counts) == kinds
+    # Where heads are rotated by the kernel, it writes them as well.
+    assert launches["write_columns"] == 2 - ropes
     assert launches["rotary_embedding"] == 1
     assert launches["qk_norm_rope"] == ropes
     assert bool(launches["silu_mul"]) == ("mlp" in kinds)
     # The first norm and the last, and per layer the one before attention and, unless fused, those of heads.
     assert launches["rms_norm"] == (5 if "norm" in kinds else 0)
+    assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
+    for mine, theirs in zip(layers, expected_layers, strict=True):
+        assert relative_rms(mine.keys, theirs.keys) < FP32_RELATIVE_RMS
+        assert relative_rms(mine.values, theirs.values) < FP32_RELATIVE_RMS
+
+
+def test_buffers_that_the_rotation_cannot_write(device, launches):
+    """Catches keys that are rotated twice, or never written, where the buffers of a layer differ in layout."""
+    target = random_weights(table_target(num_hidden_layers=2)).to(device)
+    options = {"value_layout": torch.channels_last}
+    expected, _, expected_layers = block_logits(target, fused=False, **options)
+    actual, _, layers = block_logits(target, fused=True, **options)
+    assert (launches["qk_norm_rope"], launches["write_columns"]) == (2, 0)
     assert relative_rms(actual, expected) < FP32_RELATIVE_RMS
     for mine, theirs in zip(layers, expected_layers, strict=True):
         assert relative_rms(mine.keys, theirs.keys) < FP32_RELATIVE_RMS
@@ -212,12 +232,12 @@ def test_tables_lie_in_the_position_embeddings(device):
     module, tables = LlamaRotaryEmbedding(LlamaConfig(head_dim=16)).to(device), _RotaryTables()
     with fused_modules(module):
         cos, sin = module(torch.empty(0, device=device), torch.arange(6, device=device).view(2, 3))
-    table, places = tables.get(cos, sin, 2)
+    table = tables.get(cos, sin, 2)
     expected = torch.cat([cos[..., :8], sin[..., :8]], dim=-1).flatten(0, 1)
-    assert torch.equal(table, expected) and places.tolist() == list(range(6))
+    assert torch.equal(table, expected)
     assert table.untyped_storage().data_ptr() == cos.untyped_storage().data_ptr()
-    assert tables.get(cos, sin, 2)[0] is table
-    assert torch.equal(tables.get(cos[:1], sin[:1], 2)[0], expected[:3].repeat(2, 1))
+    assert tables.get(cos, sin, 2) is table
+    assert torch.equal(tables.get(cos[:1], sin[:1], 2), expected[:3].repeat(2, 1))
 
 
 HYBRID = {"norm": 11, "layer": 4, "mlp": 4, "gated_norm": 3, "convolution": 1}
@@ -332,10 +352,13 @@ def test_fused_drafter_equals_the_drafter(device, launches):
     outputs = []
     for fused in (False, True):
         context = StaticContext(draft, rows=2, capacity=12)
+        launches["write_columns"] = 0
         with torch.no_grad(), fused_modules(draft) if fused else contextlib.nullcontext():
             draft.append_context(context, features, positions, torch.tensor([5, 3], device=device))
             block = context.lengths[:, None] + torch.arange(4, device=device)
             outputs.append(draft(embeds, block, context).last_hidden_state)
+        # Of both layers, for the context and, unless fused, for the block.
+        assert launches["write_columns"] == (2 if fused else 4)
     # For the block and for the context.
     assert launches["rotary_embedding"] == 2
     assert launches["qk_norm_rope"] == 2 and launches["silu_mul"] == 2
@@ -476,28 +499,36 @@ def test_other_projections_are_not_stacked(device):
 
 
 @pytest.mark.parametrize(
-    ("pair", "expected_launches"),
+    ("pair", "expected_launches", "attention_writes"),
     [
         pytest.param(
             lambda: (target := table_target(num_hidden_layers=3), table_drafter(target)),
             ("rotary_embedding", "qk_norm_rope", "context_kv"),
+            0,
             id="qwen3",
         ),
+        # One of its four layers has keys and values, and a rotation that no kernel knows.
         pytest.param(
             lambda: (target := hybrid_target(), random_drafter(target)),
             ("gated_rms_norm", "short_conv", "context_kv"),
+            1,
             id="qwen3.5",
         ),
     ],
 )
-def test_same_tokens_with_fused_modules(device, launches, monkeypatch, pair, expected_launches):
+def test_same_tokens_with_fused_modules(device, launches, monkeypatch, pair, expected_launches, attention_writes):
     """Catches kernels that agree one by one and not in a round."""
     # The interpreter takes milliseconds a program.
     monkeypatch.setattr(static_decoding, "MIN_CAPACITY", 16)
 
+    writes = []
+
     def play(self, key, call, *, during_capture=contextlib.nullcontext, **kwargs):
+        before = launches["write_columns"]
         with during_capture():
             call()
+        if key == "round":
+            writes.append(launches["write_columns"] - before)
 
     # What a recording would hold, without a device that records.
     monkeypatch.setattr(StaticRound, "play", play)
@@ -507,6 +538,7 @@ def test_same_tokens_with_fused_modules(device, launches, monkeypatch, pair, exp
     options = {"cache_implementation": "static", "num_assistant_tokens": 1}
     drafted = target.generate(assistant_model=draft, **options, **inputs)
     assert all(launches[name] > 0 for name in expected_launches)
+    assert writes and set(writes) == {attention_writes}
     assert torch.equal(drafted, expected)
 
 

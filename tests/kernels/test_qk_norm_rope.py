@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 
 pytest.importorskip("triton")
 
-from kernel_checks import DTYPES, assert_as_exact_as, opcheck, relative_rms  # noqa: E402
+from kernel_checks import DTYPES, assert_as_exact_as, captured, opcheck, relative_rms  # noqa: E402
 
 from transformers_dflash2.kernels.qk_norm_rope import (  # noqa: E402
     qk_norm_rope_ineligible_reason,
@@ -30,6 +30,7 @@ from transformers_dflash2.kernels.qk_norm_rope import (  # noqa: E402
     qk_norm_rope_reference,
     qk_norm_rope_triton,
 )
+from transformers_dflash2.kernels.write_columns import write_columns_triton  # noqa: E402
 
 
 EPS = 1e-6
@@ -51,6 +52,25 @@ def rope_inputs(device, rows=3, q_heads=2, kv_heads=1, head_dim=6, dtype=torch.f
     )
     sizes = {"num_heads": q_heads, "num_key_value_heads": kv_heads, "eps": EPS}
     return [tensor.to(device) for tensor in tensors], sizes
+
+
+def buffers_and_columns(device, qkv, sizes, batch, spare_rows=1, capacity=11):
+    """Buffers with more rows and columns than are written, and where each of `batch` rows' entries goes."""
+    kv_heads = sizes["num_key_value_heads"]
+    head_dim = qkv.shape[1] // (sizes["num_heads"] + 2 * kv_heads)
+    buffers = [torch.randn(batch + spare_rows, kv_heads, capacity, head_dim).to(device, qkv.dtype) for _ in range(2)]
+    columns = torch.stack([torch.randperm(capacity)[: len(qkv) // batch] for _ in range(batch)])
+    return *buffers, columns.to(device)
+
+
+def in_two_launches(inputs, sizes, write_to):
+    """Rows and buffers after the rotation and then a copy of keys and values."""
+    *buffers, columns = (tensor.clone() for tensor in write_to)
+    rows = qk_norm_rope_triton(inputs[0].clone(), *inputs[1:], **sizes)
+    kv_heads, head_dim = buffers[0].shape[1], buffers[0].shape[3]
+    heads = rows.view(*columns.shape, -1, head_dim).transpose(1, 2)
+    write_columns_triton(*buffers, columns, heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:])
+    return rows, *buffers
 
 
 def exact_rope(qkv, positions, q_weight, k_weight, table, *, num_heads, num_key_value_heads, eps):
@@ -141,6 +161,16 @@ def test_large_positions(device):
     assert relative_rms(qk_norm_rope_triton(*inputs, **sizes), exact) < 1e-6
 
 
+def test_a_table_row_for_each_row(device):
+    """Catches rows that share the first row of a table, and a table that is too short to have one for each."""
+    (qkv, _, *weights, table), sizes = rope_inputs(device, 4)
+    expected = qk_norm_rope_triton(qkv.clone(), torch.arange(4, device=device), *weights, table, **sizes)
+    reference = qk_norm_rope_reference(qkv.clone(), None, *weights, table[:4], **sizes)
+    assert "cos_sin has shape (3, 6)" in qk_norm_rope_ineligible_reason(qkv, None, *weights, table[:3], **sizes)
+    assert torch.equal(qk_norm_rope_triton(qkv, None, *weights, table[:4], **sizes), expected)
+    assert relative_rms(reference, expected) < 1e-6
+
+
 def test_rows_are_independent(device):
     """Catches a NaN that reaches another row or head, and a position outside the table that reads other memory."""
     inputs, sizes = rope_inputs(device, 4, 2, 1, 6)
@@ -166,10 +196,87 @@ def test_strided_rows(device):
     assert (wide[:, :5] == 7).all() and (wide[:, 29:] == 7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norms", [True, False], ids=["norms", "no-norms"])
+@pytest.mark.parametrize(
+    ("batch", "entries", "q_heads", "kv_heads", "head_dim"),
+    [
+        pytest.param(1, 1, 1, 1, 2, id="smallest"),
+        pytest.param(2, 3, 5, 3, 6, id="odd"),
+        pytest.param(3, 2, 4, 2, 16, id="powers-of-two"),
+    ],
+)
+def test_writes_what_two_launches_would(device, dtype, has_norms, batch, entries, q_heads, kv_heads, head_dim):
+    """Catches keys before their rotation, heads or rows that are mixed up, and a write beside the columns."""
+    inputs, sizes = rope_inputs(device, batch * entries, q_heads, kv_heads, head_dim, dtype)
+    if not has_norms:
+        inputs[2:4] = None, None
+    write_to = buffers_and_columns(device, inputs[0], sizes, batch)
+    expected = in_two_launches(inputs, sizes, write_to)
+    plain = [inputs[0].clone(), *inputs[1:]], [tensor.clone() for tensor in write_to]
+    rows = qk_norm_rope_triton(*inputs, **sizes, write_to=write_to)
+    assert rows is inputs[0]
+    assert all(torch.equal(*pair) for pair in zip((rows, *write_to[:2]), expected, strict=True))
+    reference = qk_norm_rope_reference(*plain[0], **sizes, write_to=plain[1])
+    for output, other in zip((rows, *write_to[:2]), (reference, *plain[1][:2]), strict=True):
+        assert relative_rms(output, other) < (1e-6 if dtype == torch.float32 else 2e-3)
+
+
+def test_writes_into_strided_buffers(device):
+    """Catches contiguous addressing of rows, buffers or columns, and columns in narrow integers."""
+    inputs, sizes = rope_inputs(device, 6, 2, 2, 6)
+    *buffers, columns = buffers_and_columns(device, inputs[0], sizes, 2)
+    expected = in_two_launches(inputs, sizes, (*buffers, columns))
+    # Heads of a column side by side, behind a gap.
+    wide = [torch.full((3, 11, 3, 8), 7.0, device=device) for _ in range(2)]
+    views = [tensor[:, :, 1:, 2:].transpose(1, 2).copy_(buffer) for tensor, buffer in zip(wide, buffers, strict=True)]
+    places = torch.zeros(2, 5, dtype=torch.int32, device=device)[:, :3].copy_(columns)
+    rows = torch.zeros(6, 40, device=device)[:, :36].copy_(inputs[0])
+    qk_norm_rope_triton(rows, *inputs[1:], **sizes, write_to=(*views, places))
+    assert all(relative_rms(*pair) < 1e-6 for pair in zip((rows, *views), expected, strict=True))
+    assert all((tensor[:, :, :1] == 7).all() and (tensor[..., :2] == 7).all() for tensor in wide)
+
+
+@pytest.mark.parametrize(
+    ("index", "edit", "reason"),
+    [
+        pytest.param(0, lambda x: x.half(), "keys is float32", id="key-dtype"),
+        pytest.param(1, lambda x: x.half(), "values is float32", id="value-dtype"),
+        pytest.param(1, lambda x: x[:, :, :-1], "value_buffer has shape", id="buffers"),
+        pytest.param(1, lambda x: x.transpose(0, 1).contiguous().transpose(0, 1), "strides", id="strides"),
+        pytest.param(2, lambda x: x.float(), "columns is float32", id="columns-dtype"),
+        pytest.param(2, lambda x: x[:, 1:], "columns has shape", id="columns"),
+        pytest.param(2, lambda x: x.flatten(), "columns has shape", id="columns-of-rows"),
+        pytest.param(2, lambda x: x.view(6, 1), "keys have 6 rows", id="batch"),
+    ],
+)
+def test_reasons_to_write_nothing(device, index, edit, reason):
+    """Catches buffers that a launch would miss, and rows that have changed when it is refused."""
+    inputs, sizes = rope_inputs(device, 6, 2, 2, 6)
+    write_to = list(buffers_and_columns(device, inputs[0], sizes, 2))
+    assert qk_norm_rope_ineligible_reason(*inputs, **sizes, write_to=write_to) is None
+    write_to[index] = edit(write_to[index])
+    assert reason in qk_norm_rope_ineligible_reason(*inputs, **sizes, write_to=write_to)
+    before = inputs[0].clone()
+    with pytest.raises(ValueError, match="qk_norm_rope_triton: "):
+        qk_norm_rope_triton(*inputs, **sizes, write_to=write_to)
+    assert torch.equal(inputs[0], before)
+
+
+def test_buffers_of_other_heads(device):
+    """Catches heads that are written into the next row of buffers that have fewer."""
+    inputs, sizes = rope_inputs(device, 6, 2, 2, 6)
+    *buffers, columns = buffers_and_columns(device, inputs[0], sizes, 2)
+    write_to = (*(buffer[:, :1] for buffer in buffers), columns)
+    assert "keys has shape" in qk_norm_rope_ineligible_reason(*inputs, **sizes, write_to=write_to)
+
+
 def test_empty(device):
     """Catches an empty grid, which a launch refuses."""
     inputs, sizes = rope_inputs(device, rows=0)
     assert qk_norm_rope_triton(*inputs, **sizes).shape == (0, 24)
+    write_to = *torch.zeros(2, 1, 1, 4, 6, device=device), torch.zeros(1, 0, dtype=torch.long, device=device)
+    assert qk_norm_rope_triton(*inputs, **sizes, write_to=write_to).shape == (0, 24)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +333,24 @@ def test_at_a_real_size(device):
     output = qk_norm_rope_triton(*inputs, **sizes)
     assert_as_exact_as(output, reference, exact)
     assert (output == reference).float().mean() > 0.99
+
+
+@pytest.mark.gpu
+def test_writes_in_a_graph_at_a_real_size(device):
+    """Catches a replay that writes where the recording did, or that starts before its input is written."""
+    inputs, sizes = rope_inputs(device, 64, 32, 8, 128, torch.bfloat16, max_positions=40960)
+    write_to = buffers_and_columns(device, inputs[0], sizes, 4, capacity=4096)
+    projected, rows = inputs[0].clone(), torch.empty_like(inputs[0])
+
+    def run():
+        # Producer and consumer in one graph: the kernel may be placed before the copy ends.
+        rows.copy_(projected)
+        qk_norm_rope_triton(rows, *inputs[1:], **sizes, write_to=write_to)
+
+    graph, _ = captured(run)
+    for _ in range(5):
+        projected.normal_()
+        write_to[2].copy_(torch.stack([torch.randperm(4096)[:16] for _ in range(4)]))
+        expected = in_two_launches([projected, *inputs[1:]], sizes, write_to)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip((rows, *write_to[:2]), expected, strict=True))

@@ -59,7 +59,7 @@ def context_kv_reference(
     kv: torch.Tensor,
     k_norm_weight: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     slots: torch.Tensor,
     key_buffers: list[torch.Tensor],
     value_buffers: list[torch.Tensor],
@@ -79,6 +79,8 @@ def context_kv_reference(
     kv = kv.reshape(batch, entries, layers, 2, kv_heads, head_dim)
     keys, values = kv[:, :, :, 0], kv[:, :, :, 1]  # [batch, entries, layers, kv_heads, head_dim]
     half = cos_sin.shape[1] // 2
+    if positions is None:
+        positions = torch.arange(slots.numel(), device=slots.device).view(slots.shape)
     in_table = (positions >= 0) & (positions < cos_sin.shape[0])
     angles = cos_sin[positions.clamp(0, cos_sin.shape[0] - 1).long()].float()
     angles = angles.masked_fill(~in_table.unsqueeze(-1), torch.nan)[:, :, None, None]
@@ -130,6 +132,7 @@ if triton is not None:
         BLOCK_DIM: tl.constexpr,
         BLOCK_HALF: tl.constexpr,
         BLOCK_REST: tl.constexpr,
+        HAS_POSITIONS: tl.constexpr,
         HAS_COMMIT_LENGTHS: tl.constexpr,
         OVERLAPS: tl.constexpr,
     ):
@@ -183,7 +186,9 @@ if triton is not None:
         second_weight = tl.load(weight_ptr + HALF + turn, mask=in_turn, other=0.0).to(tl.float32)
         first = (first * factor * first_weight).to(source_type).to(tl.float32)
         second = (second * factor * second_weight).to(source_type).to(tl.float32)
-        position = tl.load(positions_ptr + row).to(tl.int64)
+        position = row.to(tl.int64)
+        if HAS_POSITIONS:
+            position = tl.load(positions_ptr + row).to(tl.int64)
         # A position that the table does not reach gives NaN, not the memory behind it.
         # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
         in_table = (in_turn & (position >= 0) & (position < table_rows)) != 0
@@ -217,7 +222,7 @@ def context_kv_ineligible_reason(
     kv: torch.Tensor,
     k_norm_weight: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     slots: torch.Tensor,
     key_buffers: list[torch.Tensor],
     value_buffers: list[torch.Tensor],
@@ -260,11 +265,15 @@ def context_kv_ineligible_reason(
         tensor_reason("slots", slots, shape=(batch, None), dtypes=INTEGER_DTYPES)
         or tensor_reason("kv", kv, shape=(rows, layers * 2 * kv_heads * head_dim), dtypes=FLOAT_DTYPES)
         or tensor_reason("k_norm_weight", k_norm_weight, shape=(layers, head_dim), dtypes=FLOAT_DTYPES)
-        or tensor_reason("positions", positions, shape=tuple(slots.shape), dtypes=INTEGER_DTYPES)
+        or (
+            tensor_reason("cos_sin", cos_sin, shape=(rows, None), dtypes=FLOAT_DTYPES)
+            if positions is None
+            else tensor_reason("positions", positions, shape=tuple(slots.shape), dtypes=INTEGER_DTYPES)
+        )
     )
     if reason is not None:
         return reason
-    if not (slots.is_contiguous() and positions.is_contiguous()):
+    if not (slots.is_contiguous() and (positions is None or positions.is_contiguous())):
         return "slots and positions are not both contiguous; make them contiguous"
     for name, buffers in (("key_buffers", key_buffers), ("value_buffers", value_buffers)):
         for layer, buffer in enumerate(buffers):
@@ -287,7 +296,7 @@ def context_kv_triton(
     kv: torch.Tensor,
     k_norm_weight: torch.Tensor,
     cos_sin: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     slots: torch.Tensor,
     key_buffers: list[torch.Tensor],
     value_buffers: list[torch.Tensor],
@@ -306,8 +315,9 @@ def context_kv_triton(
             Weight of each layer's key norm.
         cos_sin (`torch.Tensor` of shape `(max_positions, rotary_dim)`):
             Cosines of the `rotary_dim // 2` angles of each position, then their sines; `rotary_dim <= head_dim`.
-        positions (`torch.Tensor` of shape `(batch, entries)`):
-            int32 or int64: absolute position of each entry. A position outside the table makes NaN keys.
+        positions (`torch.Tensor` of shape `(batch, entries)`, *optional*):
+            int32 or int64: absolute position of each entry. A position outside the table makes NaN keys. With `None`
+            the table has a row for each entry.
         slots (`torch.Tensor` of shape `(batch, entries)`):
             int32 or int64: column of the row's buffer that each entry goes to; negative or too large: skipped.
         key_buffers (`list[torch.Tensor]` of length `layers`, each of shape `(batch, kv_heads, columns, head_dim)`):
@@ -347,7 +357,7 @@ def context_kv_triton(
             kv,
             k_norm_weight,
             cos_sin,
-            positions,
+            slots if positions is None else positions,
             slots,
             slots if commit_lengths is None else commit_lengths,
             pointers,
@@ -367,6 +377,7 @@ def context_kv_triton(
             BLOCK_DIM=next_power_of_2(head_dim),
             BLOCK_HALF=next_power_of_2(half),
             BLOCK_REST=next_power_of_2(max(head_dim - 2 * half, 1)),
+            HAS_POSITIONS=positions is not None,
             HAS_COMMIT_LENGTHS=commit_lengths is not None,
             num_warps=4,
             **overlap_options(kv.device),

@@ -18,7 +18,10 @@
 
 in fp32, with `x1` and `x2` the halves of a normed head; without norm weights `normed` is `x`. The host's modules round
 more often (before the weight, every product), so half types agree with them within rounding, not bit for bit. One
-program handles one head of one row; the value heads are not touched.
+program handles one head of one row. The rows keep their value heads as they are.
+
+With `write_to`, keys and values also go where [`write_columns`] would copy them, which saves its launch: a program
+that has rotated a key stores it twice, and one more program per value head copies that.
 """
 
 import torch
@@ -27,6 +30,7 @@ import triton.language as tl
 
 from .dispatch import FLOAT_DTYPES, INTEGER_DTYPES, device_reason, next_power_of_2, tensor_reason
 from .overlap import overlap_options, wait_for_inputs
+from .write_columns import write_columns_ineligible_reason
 
 
 __all__ = ["qk_norm_rope_ineligible_reason", "qk_norm_rope_op", "qk_norm_rope_reference", "qk_norm_rope_triton"]
@@ -39,22 +43,43 @@ def _qk_norm_rope_kernel(
     q_weight_ptr,
     k_weight_ptr,
     table_ptr,
+    key_buffer_ptr,
+    value_buffer_ptr,
+    column_ptr,
     table_rows,
     eps,
     qkv_row_stride,
     table_row_stride,
+    entries,
+    buffer_row_stride,
+    buffer_head_stride,
+    buffer_column_stride,
+    column_row_stride,
     NUM_HEADS: tl.constexpr,
+    NUM_KEY_VALUE_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    WRITES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    columns = tl.arange(0, BLOCK_HALF)
-    inside = columns < HALF
-    head_ptr = qkv_ptr + row * qkv_row_stride + head * (2 * HALF) + columns
+    dim = tl.arange(0, BLOCK_HALF)
+    inside = dim < HALF
+    head_ptr = qkv_ptr + row * qkv_row_stride + head * (2 * HALF) + dim
+    if WRITES:
+        column = tl.load(column_ptr + row // entries * column_row_stride + row % entries).to(tl.int64)
+        # Of a key head and of a value head; query heads have none and store nothing there.
+        buffer_head = ((head - NUM_HEADS) % NUM_KEY_VALUE_HEADS).to(tl.int64)
+        target = row // entries * buffer_row_stride + buffer_head * buffer_head_stride
+        target = target + column * buffer_column_stride + dim
+        if head >= NUM_HEADS + NUM_KEY_VALUE_HEADS:
+            tl.store(value_buffer_ptr + target, tl.load(head_ptr, mask=inside), mask=inside)
+            tl.store(value_buffer_ptr + target + HALF, tl.load(head_ptr + HALF, mask=inside), mask=inside)
+            return
     dtype = qkv_ptr.dtype.element_ty
     first = tl.load(head_ptr, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
@@ -64,28 +89,36 @@ def _qk_norm_rope_kernel(
         # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
         is_q = (inside & (head < NUM_HEADS)) != 0
         is_k = (inside & (head >= NUM_HEADS)) != 0
-        first_weight = tl.load(q_weight_ptr + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-            k_weight_ptr + columns, mask=is_k, other=0.0
+        first_weight = tl.load(q_weight_ptr + dim, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptr + dim, mask=is_k, other=0.0
         ).to(tl.float32)
-        second_weight = tl.load(q_weight_ptr + HALF + columns, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-            k_weight_ptr + HALF + columns, mask=is_k, other=0.0
+        second_weight = tl.load(q_weight_ptr + HALF + dim, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptr + HALF + dim, mask=is_k, other=0.0
         ).to(tl.float32)
         first = (first * scale * first_weight).to(dtype).to(tl.float32)
         second = (second * scale * second_weight).to(dtype).to(tl.float32)
-    position = tl.load(position_ptr + row).to(tl.int64)
+    position = row
+    if HAS_POSITIONS:
+        position = tl.load(position_ptr + row).to(tl.int64)
     in_table = (inside & (position >= 0) & (position < table_rows)) != 0
     # A position that the table does not reach gives NaN, not the memory behind it.
-    cos = tl.load(table_ptr + position * table_row_stride + columns, mask=in_table, other=float("nan")).to(tl.float32)
-    sin = tl.load(table_ptr + position * table_row_stride + HALF + columns, mask=in_table, other=float("nan")).to(
+    cos = tl.load(table_ptr + position * table_row_stride + dim, mask=in_table, other=float("nan")).to(tl.float32)
+    sin = tl.load(table_ptr + position * table_row_stride + HALF + dim, mask=in_table, other=float("nan")).to(
         tl.float32
     )
-    tl.store(head_ptr, (first * cos - second * sin).to(dtype), mask=inside)
-    tl.store(head_ptr + HALF, (second * cos + first * sin).to(dtype), mask=inside)
+    turned_first = (first * cos - second * sin).to(dtype)
+    turned_second = (second * cos + first * sin).to(dtype)
+    tl.store(head_ptr, turned_first, mask=inside)
+    tl.store(head_ptr + HALF, turned_second, mask=inside)
+    if WRITES:
+        is_key = (inside & (head >= NUM_HEADS)) != 0
+        tl.store(key_buffer_ptr + target, turned_first, mask=is_key)
+        tl.store(key_buffer_ptr + target + HALF, turned_second, mask=is_key)
 
 
 def qk_norm_rope_ineligible_reason(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -93,6 +126,7 @@ def qk_norm_rope_ineligible_reason(
     num_heads: int,
     num_key_value_heads: int,
     eps: float,
+    write_to: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> str | None:
     """Why [`qk_norm_rope_triton`] cannot take these arguments, or `None`."""
     reason = (
@@ -110,11 +144,39 @@ def qk_norm_rope_ineligible_reason(
     if num_heads < 1 or num_key_value_heads < 1:
         return f"num_heads={num_heads} and num_key_value_heads={num_key_value_heads}; both must be at least 1"
     width = (num_heads + 2 * num_key_value_heads) * head_dim
+    if positions is None:
+        positions_reason = tensor_reason("cos_sin", cos_sin, shape=(len(qkv), None), dtypes=FLOAT_DTYPES)
+    else:
+        positions_reason = tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
     return (
         tensor_reason("qkv", qkv, shape=(None, width), dtypes=FLOAT_DTYPES)
-        or tensor_reason("positions", positions, shape=qkv.shape[:1], dtypes=INTEGER_DTYPES)
+        or positions_reason
         or _norm_weights_reason(q_norm_weight, k_norm_weight, head_dim)
+        or (None if write_to is None else _write_reason(qkv, *write_to, num_key_value_heads, head_dim))
     )
+
+
+def _keys_and_values(
+    qkv: torch.Tensor, shape: tuple[int, int], num_key_value_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of the key and the value heads of `shape = (batch, entries)` rows: `(batch, heads, entries, head_dim)`."""
+    states = qkv[:, -2 * num_key_value_heads * head_dim :]
+    states = states.unflatten(-1, (2 * num_key_value_heads, head_dim)).unflatten(0, shape)
+    return states.transpose(1, 2).chunk(2, dim=1)
+
+
+def _write_reason(
+    qkv: torch.Tensor,
+    key_buffer: torch.Tensor,
+    value_buffer: torch.Tensor,
+    columns: torch.Tensor,
+    num_key_value_heads: int,
+    head_dim: int,
+) -> str | None:
+    if columns.dim() != 2 or columns.numel() != qkv.shape[0]:
+        return f"columns has shape {tuple(columns.shape)}; it should be (batch, entries) of the {len(qkv)} rows of qkv"
+    states = _keys_and_values(qkv, columns.shape, num_key_value_heads, head_dim)
+    return write_columns_ineligible_reason(key_buffer, value_buffer, columns, *states)
 
 
 def _norm_weights_reason(
@@ -132,7 +194,7 @@ def _norm_weights_reason(
 
 def qk_norm_rope_triton(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -140,6 +202,7 @@ def qk_norm_rope_triton(
     num_heads: int,
     num_key_value_heads: int,
     eps: float,
+    write_to: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """
     Norms and rotates query and key heads in place, in one launch.
@@ -147,8 +210,9 @@ def qk_norm_rope_triton(
     Args:
         qkv (`torch.Tensor` of shape `(rows, (num_heads + 2 * num_key_value_heads) * head_dim)`):
             Projected rows, changed in place; any row stride.
-        positions (`torch.LongTensor` of shape `(rows,)`):
-            Absolute position of each row. Heads of a position outside the table become NaN.
+        positions (`torch.LongTensor` of shape `(rows,)`, *optional*):
+            Absolute position of each row. Heads of a position outside the table become NaN. Without it the table has
+            a row for each row of `qkv`.
         q_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
             Weight of the query heads' norm; without it and `k_norm_weight` heads are only rotated.
         k_norm_weight (`torch.Tensor` of shape `(head_dim,)`, *optional*):
@@ -161,32 +225,46 @@ def qk_norm_rope_triton(
             Key heads, and as many value heads.
         eps (`float`):
             Added to the mean square.
+        write_to (`tuple` of three `torch.Tensor`, *optional*):
+            Where keys, as they are afterwards, and values go as well: key buffer, value buffer and columns of
+            [`write_columns_triton`]. The columns, of shape `(batch, entries)`, are those of the rows in their order.
 
     Returns:
         `qkv` itself.
     """
-    sizes = {"num_heads": num_heads, "num_key_value_heads": num_key_value_heads, "eps": eps}
-    reason = qk_norm_rope_ineligible_reason(qkv, positions, q_norm_weight, k_norm_weight, cos_sin, **sizes)
+    options = {"num_heads": num_heads, "num_key_value_heads": num_key_value_heads, "eps": eps, "write_to": write_to}
+    reason = qk_norm_rope_ineligible_reason(qkv, positions, q_norm_weight, k_norm_weight, cos_sin, **options)
     if reason is not None:
         raise ValueError(f"qk_norm_rope_triton: {reason}")
     if qkv.shape[0] == 0:
         return qkv
     half = cos_sin.shape[-1] // 2
+    writes = write_to is not None
+    key_buffer, value_buffer, columns = write_to if writes else (qkv, qkv, qkv)
     with torch.cuda.device_of(qkv):
-        _qk_norm_rope_kernel[(qkv.shape[0], num_heads + num_key_value_heads)](
+        _qk_norm_rope_kernel[(qkv.shape[0], num_heads + (2 if writes else 1) * num_key_value_heads)](
             qkv,
-            positions,
+            qkv if positions is None else positions,
             qkv if q_norm_weight is None else q_norm_weight,
             qkv if k_norm_weight is None else k_norm_weight,
             cos_sin,
+            key_buffer,
+            value_buffer,
+            columns,
             cos_sin.shape[0],
             eps,
             qkv.stride(0),
             cos_sin.stride(0),
+            columns.shape[1],
+            *(key_buffer.stride()[:3] if writes else (0, 0, 0)),
+            columns.stride(0),
             NUM_HEADS=num_heads,
+            NUM_KEY_VALUE_HEADS=num_key_value_heads,
             HALF=half,
             BLOCK_HALF=next_power_of_2(half),
+            HAS_POSITIONS=positions is not None,
             HAS_NORM=q_norm_weight is not None,
+            WRITES=writes,
             num_warps=1,
             **overlap_options(qkv.device),
         )
@@ -195,7 +273,7 @@ def qk_norm_rope_triton(
 
 def qk_norm_rope_reference(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     q_norm_weight: torch.Tensor | None,
     k_norm_weight: torch.Tensor | None,
     cos_sin: torch.Tensor,
@@ -203,6 +281,7 @@ def qk_norm_rope_reference(
     num_heads: int,
     num_key_value_heads: int,
     eps: float,
+    write_to: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """The same in plain PyTorch, in place too; arguments of [`qk_norm_rope_triton`]."""
     rows, head_dim = qkv.shape[0], cos_sin.shape[-1]
@@ -214,8 +293,15 @@ def qk_norm_rope_reference(
         values = heads.float()
         normed = (values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps) * weight).to(qkv.dtype)
     first, second = normed.float().chunk(2, dim=-1)
-    cos, sin = cos_sin[positions].float().view(rows, 1, head_dim).chunk(2, dim=-1)
+    angles = cos_sin if positions is None else cos_sin[positions]
+    cos, sin = angles.float().view(rows, 1, head_dim).chunk(2, dim=-1)
     heads.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
+    if write_to is not None:
+        *buffers, columns = write_to
+        batch = torch.arange(columns.shape[0], device=qkv.device)[:, None]
+        states = _keys_and_values(qkv, columns.shape, num_key_value_heads, head_dim)
+        for buffer, part in zip(buffers, states, strict=True):
+            buffer[batch, :, columns] = part.transpose(1, 2)
     return qkv
 
 
