@@ -99,7 +99,7 @@ def test_fused_families(model_type, monkeypatch):
     recorded(target, draft)
     # The drafter's two layers and the target's four.
     drafted, verified = counts
-    assert drafted == {"norm": drafted["norm"], "mlp": 2, "attention": 2, "rotary": 1}
+    assert drafted == {"norm": drafted["norm"], "mlp": 2, "attention": 2, "draft_layer": 2, "rotary": 1}
     assert verified == {"norm": verified["norm"], "mlp": 4, "layer": 4, "attention": 4, "rotary": 1}
 
 

@@ -25,7 +25,7 @@ than its arithmetic. While the context is open
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the output side of a drafter's convolution, the residual addition) is done
   in it;
-* at up to 64 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
+* at up to 16 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
   arrive from all of the device; the convolution adds them up;
 * at up to 64 rows, 4-bit layers of bitsandbytes run as one product that decodes their weights on the way.
 
@@ -224,7 +224,7 @@ def _window_of(module: nn.Module) -> Callable[[nn.Module], dict[str, Any]] | Non
 
 
 # With more rows, reading the parts costs what they gain.
-_MAX_ROWS_IN_PARTS = 64
+_MAX_ROWS_IN_PARTS = 16
 
 
 class _RotaryTables:

@@ -398,7 +398,7 @@ def test_half_types_stream_their_weights(device, launches, kv_heads, monkeypatch
 def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypatch):
     """Catches parts that are cut where they are not read as parts, or read with another convolution's layout."""
     torch.manual_seed(0)
-    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (4, 1 << 16))
+    monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (8, 1 << 16))
     options = {"hidden_size": 128, "conv_group_size": 4, "target_layer_ids": [0, 1]}
     target = table_target(num_hidden_layers=2, hidden_size=128)
     draft = random_weights(random_drafter(target, **options), std=0.05).half().to(device)

@@ -29,7 +29,7 @@ __all__ = ["grouped_conv_ineligible_reason", "grouped_conv_op", "grouped_conv_tr
 
 _MAX_BLOCK_CHANNELS = 1024
 # A thread that adds up parts takes fewer channels.
-_MAX_BLOCK_CHANNELS_OF_PARTS = 256
+_MAX_BLOCK_CHANNELS_OF_PARTS = 128
 
 
 @triton.jit

@@ -69,7 +69,7 @@ _LINE = 64
 # of the kernel that still runs.
 _PREFETCH_BYTES = 2 << 20
 # Of a product in parts, as [`_launch`] returns it.
-_PARTS_LAUNCH = (32, 64, 8, 4)
+_PARTS_LAUNCH = (16, 128, 4, 2)
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -144,7 +144,7 @@ def _skinny_linear_kernel(
             x = tl.load(x_ptrs + start, mask=is_row[:, None], other=0.0)
             weight = tl.load(weight_ptr + offsets + start, eviction_policy="evict_first")
         else:
-            inside = start + step < IN_FEATURES
+            inside = start + step < (share + 1) * SHARE
             x = tl.load(x_ptrs + start, mask=is_row[:, None] & inside[None, :], other=0.0)
             weight = tl.load(weight_ptr + offsets + start, mask=inside[:, None], other=0.0)
         if IN_FP32:
@@ -302,7 +302,7 @@ def skinny_linear_parts(device: torch.device, in_features: int, out_features: in
         in_features (`int`): Inputs of the weight.
         out_features (`int`): Outputs of the weight.
     """
-    parts, programs = 1, max(1, out_features // _FEATURES_MULTIPLE)
+    parts, programs = 1, max(1, out_features // _PARTS_LAUNCH[0])
     # Some programs for every multiprocessor, each with enough to read.
     while programs * parts <= device_limits(device)[0] and in_features % (2 * parts * _PART_MULTIPLE) == 0:
         parts *= 2
