@@ -148,6 +148,27 @@ def _is_rotary(module: nn.Module) -> bool:
     )
 
 
+def _is_draft_attention(module: nn.Module) -> bool:
+    return (
+        isinstance(module, DFlash2Attention)
+        and _is_untouched(module)
+        and type(module).forward is DFlash2Attention.forward
+    )
+
+
+def _is_draft_layer(module: nn.Module) -> bool:
+    """Whether a module is a drafter's layer whose sublayers' stand-ins can take along what follows them."""
+    return (
+        isinstance(module, DFlash2DecoderLayer)
+        and _is_untouched(module)
+        and type(module).forward is DFlash2DecoderLayer.forward
+        and _is_draft_attention(module.self_attn)
+        and _is_gated_silu(module.mlp)
+        # What a convolution computes is taken over, not called.
+        and all(type(conv) in (DFlash2GroupedConv, type(None)) for conv in (module.attention_conv, module.mlp_conv))
+    )
+
+
 def _rotates_halves(forward: Callable) -> bool:
     """Whether the rotary function that a forward calls is Llama's, on halves of a head."""
     rotate = inspect.unwrap(forward).__globals__.get("apply_rotary_pos_emb")
@@ -646,11 +667,9 @@ def _stand_in(module: nn.Module, tables: _RotaryTables, is_coefficients: bool = 
     if mixer is not None:
         options = _norm_options(module.post_attention_layernorm)
         return "layer", partial(_fused_layer, module, mixer, options, _is_gated_silu(module.mlp))
-    if isinstance(module, DFlash2DecoderLayer) and _is_untouched(module):
-        # Its sublayers' stand-ins take what follows them along.
-        if _is_untouched(module.self_attn) and _is_gated_silu(module.mlp):
-            return "draft_layer", partial(_fused_draft_layer, module)
-    if isinstance(module, DFlash2Attention) and _is_untouched(module):
+    if _is_draft_layer(module):
+        return "draft_layer", partial(_fused_draft_layer, module)
+    if _is_draft_attention(module):
         return "attention", partial(_fused_draft_attention, module, tables)
     window = _window_of(module)
     if window is not None:

@@ -213,6 +213,8 @@ class StaticRound:
         if self._stacked is not None:
             self._stacked.refresh(draft)
         self.lengths[:batch] = lengths
+        # The config may have changed since the round was built.
+        self._pass_ids.fill_(draft.config.mask_token_id)
         self._place()
         for layer, static in zip(prefilled.layers, self.cache.layers, strict=True):
             if isinstance(static, StaticRecurrentLayer):

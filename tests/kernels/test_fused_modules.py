@@ -38,6 +38,7 @@ from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
     block_attention_lengths,
     use_block_attention,
 )
+from transformers_dflash2.modeling_dflash2 import DFlash2Attention, DFlash2DecoderLayer, DFlash2GroupedConv  # noqa: E402
 from transformers_dflash2.stacked_context import StackedContext, stacked_context_reason  # noqa: E402
 from transformers_dflash2.static_buffers import StaticContext, StaticTargetLayer  # noqa: E402
 from transformers_dflash2.static_round import StaticRound  # noqa: E402
@@ -448,6 +449,33 @@ def test_a_draft_layer_finishes_in_its_products(device, monkeypatch, has_conv):
     assert relative_rms(run(fused=True), expected) < 5e-3
     # Of each layer, what follows its two sublayers.
     assert finished.count((True, has_conv)) == 2 * len(draft.layers)
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [
+        pytest.param(lambda layer: layer, DFlash2DecoderLayer, id="layer"),
+        pytest.param(lambda layer: layer.self_attn, DFlash2Attention, id="attention"),
+        pytest.param(lambda layer: layer.mlp_conv, DFlash2GroupedConv, id="convolution"),
+    ],
+)
+def test_draft_layers_with_code_of_their_own_keep_it(device, place, kind):
+    """Catches a stand-in that computes what the library's class does in place of what a subclass does."""
+    torch.manual_seed(0)
+    draft, _, _ = draft_inputs(device)
+    name = "finish" if kind is DFlash2GroupedConv else "forward"
+    module = place(draft.layers[0])
+    embeds, block = torch.randn(1, 4, 32, device=device), torch.arange(4, device=device)[None]
+
+    def run(fused):
+        with torch.no_grad(), fused_modules(draft) if fused else contextlib.nullcontext():
+            return draft(embeds, block, StaticContext(draft, rows=1, capacity=12)).last_hidden_state
+
+    before = run(fused=False)
+    module.__class__ = type("Own", (kind,), {name: lambda self, *args: 2 * getattr(kind, name)(self, *args)})
+    own = run(fused=False)
+    assert relative_rms(own, before) > 0.05
+    assert relative_rms(run(fused=True), own) < FP32_RELATIVE_RMS
 
 
 def test_narrow_layers_stay_with_the_library(device, launches, monkeypatch):

@@ -161,3 +161,9 @@ def test_in_a_graph_at_a_real_size(device):
         ids.copy_(distinct_ids(device, *ids.shape, vocab=152000))
         graph.replay()
         assert_same(ordered, order_candidates(values, ids))
+
+
+def test_every_place_is_written(device):
+    """Catches a row that names a candidate twice and leaves a place to whatever was in memory."""
+    values, ids = torch.tensor([[1.0, 1.0, 0.0]], device=device), torch.tensor([[5, 5, 7]], device=device)
+    assert [result.tolist() for result in order_candidates_triton(values, ids)] == [[[1.0, 1.0, 0.0]], [[5, 5, 7]]]

@@ -23,6 +23,7 @@ import torch
 pytest.importorskip("triton")
 
 import transformers_dflash2.kernels  # noqa: E402
+from transformers_dflash2.kernels import overlap  # noqa: E402
 from transformers_dflash2.kernels.overlap import overlap_options  # noqa: E402
 
 
@@ -79,6 +80,13 @@ def test_only_devices_that_can_overlap_do(monkeypatch, capability, overlaps):
     options = overlap_options.__wrapped__(torch.device("cuda:0"))
     assert options["OVERLAPS"] is overlaps
     assert options.get("launch_pdl", False) is overlaps
+
+
+def test_builds_without_the_instructions_do_not_overlap(monkeypatch):
+    """Catches a launch option of one vendor's triton in another's."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(overlap, "HAS_DEPENDENT_LAUNCH", False)
+    assert overlap_options.__wrapped__(torch.device("cuda:0")) == {"OVERLAPS": False}
 
 
 def test_the_interpreter_does_not_overlap():

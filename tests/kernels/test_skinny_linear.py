@@ -116,7 +116,7 @@ def convolution_of(device, dtype, rows, block, taps, out_features, group, parts=
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("parts", [None, 3])
+@pytest.mark.parametrize("parts", [None, 1, 3])
 @pytest.mark.parametrize(
     ("rows", "block", "taps", "group"),
     [
@@ -185,6 +185,7 @@ def test_operator(device):
         pytest.param(lambda t: ({"weights": t["weights"] * 4}), "there are 4 weights", id="weights"),
         pytest.param(lambda t: ({"is_gated": True}), "a gated product takes two weights", id="gated"),
         pytest.param(lambda t: ({"parts": 4}), "128 inputs are no multiple of parts=4", id="parts"),
+        pytest.param(lambda t: ({"parts": 0}), "parts=0; pass 1", id="no-parts"),
         pytest.param(lambda t: ({"parts": 2, "residual": t["x"]}), "goes with one weight", id="parts-and-residual"),
         pytest.param(
             lambda t: ({"convolution": (t["x"].new_zeros(2, 64), t["x"].new_zeros(4, 2, 4), 3)}),

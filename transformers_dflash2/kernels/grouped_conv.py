@@ -53,6 +53,7 @@ def _grouped_conv_kernel(
     residual_batch_stride,
     residual_row_stride,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     TAPS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
@@ -76,10 +77,10 @@ def _grouped_conv_kernel(
         values = tl.load(hidden_row - tap * hidden_row_stride, mask=fires, other=0.0).to(tl.float32)
         base = tl.load(base_ptr + tap * base_tap_stride + channels, mask=fires, other=0.0).to(tl.float32)
         dynamic = tl.load(dynamic_row + tap * dynamic_tap_stride, mask=fires, other=0.0).to(tl.float32)
-        if PARTS > 1:
-            for part in tl.static_range(1, PARTS):
-                share = dynamic_row + part * dynamic_part_stride + tap * dynamic_tap_stride
-                dynamic += tl.load(share, mask=fires, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            share = dynamic_row + part * dynamic_part_stride + tap * dynamic_tap_stride
+            dynamic += tl.load(share, mask=fires, other=0.0)
+        if HAS_PARTS:
             dynamic = dynamic.to(out_ptr.dtype.element_ty).to(tl.float32)
         total += (base + dynamic) * values
     result = total.to(out_ptr.dtype.element_ty)
@@ -183,6 +184,7 @@ def grouped_conv_triton(
             *dynamic_kernel.stride(),
             *((0, 0) if residual is None else residual.stride()[:2]),
             HAS_RESIDUAL=residual is not None,
+            HAS_PARTS=dynamic_kernel.dim() == 5,
             PARTS=parts,
             TAPS=base_kernel.shape[0],
             BLOCK_CHANNELS=block_channels,

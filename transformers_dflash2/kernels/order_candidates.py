@@ -56,7 +56,9 @@ def _order_candidates_kernel(
     # Sorting takes NaN for larger than any number, and all NaN for equal.
     larger = (values[:, None] > values[None, :]) | (is_nan[:, None] > is_nan[None, :])
     equal = (values[:, None] == values[None, :]) | ((is_nan[:, None] & is_nan[None, :]) != 0)
-    before = in_k[:, None] & (larger | (equal & (ids[:, None] < ids[None, :])))
+    # Ids are distinct; if they were not, every place would still be taken once.
+    twice = (ids[:, None] == ids[None, :]) & (lanes[:, None] < lanes[None, :])
+    before = in_k[:, None] & (larger | (equal & ((ids[:, None] < ids[None, :]) | twice)))
     place = tl.sum(before.to(tl.int32), axis=0)
     output = row * TOP_K + place
     tl.store(ordered_value_ptr + output, values, mask=in_k)

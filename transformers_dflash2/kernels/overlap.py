@@ -32,7 +32,21 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:
+    # A build of triton for other vendors' devices, where nothing overlaps.
+    HAS_DEPENDENT_LAUNCH = False
+
+    @triton.jit
+    def gdc_wait():
+        pass
+
+    gdc_launch_dependents = gdc_wait
+else:
+    HAS_DEPENDENT_LAUNCH = True
 
 
 __all__ = ["overlap_options", "prefetch_lines", "wait_for_inputs"]
@@ -71,6 +85,8 @@ def overlap_options(device: torch.device) -> dict[str, Any]:
     Returns:
         `dict`: keyword arguments of the launch: the kernel's own `OVERLAPS`, and triton's mark.
     """
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+    if device.type != "cuda" or torch.version.hip is not None or not HAS_DEPENDENT_LAUNCH:
+        return {"OVERLAPS": False}
+    if torch.cuda.get_device_capability(device) < (9, 0):
         return {"OVERLAPS": False}
     return {"OVERLAPS": True, "launch_pdl": True}

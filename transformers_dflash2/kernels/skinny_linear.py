@@ -102,7 +102,7 @@ def _skinny_linear_kernel(
     # Of the convolution: rows that are mixed into one (0 for none), channels of a group, parts of the coefficients.
     TAPS: tl.constexpr,
     GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
+    COEFFICIENT_PARTS: tl.constexpr,
     IN_FP32: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -171,10 +171,10 @@ def _skinny_linear_kernel(
             fires = is_row & (row % block >= tap)
             coefficients = dynamic_ptr + row[:, None] * dynamic_row_stride + tap * dynamic_tap_stride + group[None, :]
             dynamic = tl.load(coefficients, mask=fires[:, None], other=0.0).to(tl.float32)
-            if PARTS > 1:
-                for part in tl.static_range(1, PARTS):
-                    dynamic += tl.load(coefficients + part * dynamic_part_stride, mask=fires[:, None], other=0.0)
-                dynamic = dynamic.to(dtype).to(tl.float32)
+            for part in tl.static_range(1, COEFFICIENT_PARTS):
+                dynamic += tl.load(coefficients + part * dynamic_part_stride, mask=fires[:, None], other=0.0)
+            # Changes nothing for coefficients that come as they are.
+            dynamic = dynamic.to(dtype).to(tl.float32)
             dynamic = tl.broadcast_to(dynamic[:, :, None], (ROWS, BLOCK_OUT // GROUP, GROUP))
             base = tl.load(base_ptr + tap * base_tap_stride + column).to(tl.float32)
             source = tl.broadcast_to(tl.where(fires, row - tap, 0)[:, None], (ROWS, BLOCK_OUT))
@@ -229,8 +229,13 @@ def skinny_linear_ineligible_reason(
     if parts != 1:
         if len(weights) != 1 or residual is not None or convolution is not None:
             return f"parts={parts} goes with one weight and nothing behind it"
-        if parts < 1 or x.shape[1] % (parts * _PART_MULTIPLE):
-            return f"{x.shape[1]} inputs are no multiple of parts={parts} times {_PART_MULTIPLE}"
+        if parts < 1:
+            return f"parts={parts}; pass 1, or what skinny_linear_parts gives"
+        if x.shape[1] % (parts * _PART_MULTIPLE):
+            return (
+                f"{x.shape[1]} inputs are no multiple of parts={parts} times {_PART_MULTIPLE}; pass what "
+                "skinny_linear_parts gives"
+            )
         shape, dtype = (parts, *shape), torch.float32
     if residual is not None:
         if is_gated or len(weights) != 1:
@@ -415,7 +420,7 @@ def skinny_linear_triton(
             HAS_RESIDUAL=residual is not None,
             TAPS=0 if convolution is None else base.shape[0],
             GROUP=1 if convolution is None else out_features // dynamic.shape[-1],
-            PARTS=dynamic.shape[0] if convolution is not None and dynamic.dim() == 4 else 1,
+            COEFFICIENT_PARTS=dynamic.shape[0] if convolution is not None and dynamic.dim() == 4 else 1,
             IN_FP32=is_interpreting(),
             ROWS=tile_rows,
             BLOCK_OUT=block_out,
