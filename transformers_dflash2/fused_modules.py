@@ -324,6 +324,13 @@ def _finished(
     return output if residual is None else residual + output
 
 
+def _are_wide(*weights: torch.Tensor) -> bool:
+    """Whether one product with all of the weights has work for most of their device."""
+    from .kernels.skinny_linear import skinny_linear_pays
+
+    return skinny_linear_pays(weights[0].device, sum(weight.shape[0] for weight in weights))
+
+
 def _product(
     x: torch.Tensor,
     *linears: nn.Module,
@@ -344,9 +351,9 @@ def _product(
         options["convolution"] = (convolution.module.base_kernel[1], dynamic, x.shape[-2])
     if ineligible_reason("skinny_linear", rows, *weights, **options) is not None:
         return None
-    from .kernels.skinny_linear import skinny_linear_pays, skinny_linear_triton
+    from .kernels.skinny_linear import skinny_linear_triton
 
-    if not skinny_linear_pays(rows.device, sum(weight.shape[0] for weight in weights)):
+    if not _are_wide(*weights):
         return None
     return skinny_linear_triton(rows, *weights, **options).view(*x.shape[:-1], -1)
 
@@ -408,8 +415,7 @@ def _linear_4bit(linear: nn.Module, x: torch.Tensor, residual: torch.Tensor | No
             from .kernels import skinny_linear_4bit_triton
 
             return skinny_linear_4bit_triton(rows, *tensors, **options).view(*x.shape[:-1], -1)
-    product = type(linear).forward(linear, x)
-    return product if residual is None else residual + product
+    return _finished(type(linear).forward(linear, x), residual)
 
 
 def _linear(
@@ -714,16 +720,19 @@ def fused_modules(*models: nn.Module) -> Iterator[Counter]:
         yield counts
 
 
-def _traceable(module: nn.Module, is_worth_it: Callable[..., bool]) -> Callable | None:
+def _traceable(module: nn.Module) -> Callable | None:
     """A form of a module's forward that a compiler sees as products of a few rows; `None` where there is none."""
     from .kernels.skinny_linear import skinny_linear_op
 
+    def is_streamed(*weights: torch.Tensor | None) -> bool:
+        return all(weight is not None and weight.dtype.itemsize == 2 for weight in weights) and _are_wide(*weights)
+
     if _is_gated_silu(module):
         gate, up, down = (_weight_of(linear) for linear in (module.gate_proj, module.up_proj, module.down_proj))
-        if is_worth_it(gate, up) and is_worth_it(down):
+        if is_streamed(gate, up) and is_streamed(down):
             return lambda x: skinny_linear_op(skinny_linear_op(x, [gate, up], True), [down])
     weight = _weight_of(module)
-    return (lambda x: skinny_linear_op(x, [weight])) if is_worth_it(weight) else None
+    return (lambda x: skinny_linear_op(x, [weight])) if is_streamed(weight) else None
 
 
 @contextmanager
@@ -740,15 +749,8 @@ def skinny_linears(model: nn.Module) -> Iterator[int]:
     count = 0
     with ExitStack() as stack:
         if unavailable_reason("triton") is None:
-            from .kernels.skinny_linear import skinny_linear_pays
-
-            def is_worth_it(*weights: torch.Tensor | None) -> bool:
-                if any(weight is None or weight.dtype.itemsize != 2 for weight in weights):
-                    return False
-                return skinny_linear_pays(weights[0].device, sum(weight.shape[0] for weight in weights))
-
             # All are looked at before any is replaced.
-            found = [(module, _traceable(module, is_worth_it)) for module in model.modules()]
+            found = [(module, _traceable(module)) for module in model.modules()]
             for module, forward in found:
                 if forward is not None:
                     module.forward = forward

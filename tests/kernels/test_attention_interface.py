@@ -22,7 +22,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_checks import HALF_RELATIVE_RMS, relative_rms  # noqa: E402
+from kernel_checks import HALF_RELATIVE_RMS, captured, relative_rms  # noqa: E402
 from transformers import (  # noqa: E402
     DynamicCache,
     Gemma2Config,
@@ -406,18 +406,11 @@ def test_cuda_graph_of_a_model(device):
         with use_block_attention(model), block_attention_lengths(lengths):
             return model(block, position_ids=positions, past_key_values=cache).logits
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, recorded = captured(run)
     for step in range(3):
         lengths += step
         positions += step
         block.random_(3, VOCAB)
         graph.replay()
         # Products of the host's library may pick other algorithms under capture.
-        assert relative_rms(captured, run()) < HALF_RELATIVE_RMS
+        assert relative_rms(recorded, run()) < HALF_RELATIVE_RMS

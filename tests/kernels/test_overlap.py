@@ -22,6 +22,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernel_checks import captured  # noqa: E402
+
 import transformers_dflash2.kernels  # noqa: E402
 from transformers_dflash2.kernels import overlap  # noqa: E402
 from transformers_dflash2.kernels.overlap import overlap_options  # noqa: E402
@@ -114,11 +116,7 @@ def test_results_do_not_depend_on_it(device, monkeypatch):
         monkeypatch.setattr(file, "overlap_options", lambda device: {"OVERLAPS": False})
     expected = chain(start)
     monkeypatch.undo()
-    chain(start)
-    graph, static = torch.cuda.CUDAGraph(), start.clone()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        result = chain(static)
+    graph, result = captured(lambda: chain(start))
     for _ in range(50):
         result.zero_()
         graph.replay()

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 pytest.importorskip("triton")
 
-from kernel_checks import DTYPES, assert_as_exact_as, opcheck  # noqa: E402
+from kernel_checks import DTYPES, assert_as_exact_as, captured, opcheck  # noqa: E402
 
 from transformers_dflash2.kernels.rotary_embedding import (  # noqa: E402
     cos_sin_table,
@@ -180,10 +180,7 @@ def test_at_a_real_size(device, top):
 def test_cuda_graph_follows_its_positions(device):
     """Catches a launch that a recording cannot hold, and positions that it froze."""
     inputs, options = rotary_inputs(device, 2, 8, 64), {"scaling": SCALING, "dtype": torch.bfloat16}
-    rotary_embedding_triton(*inputs, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = rotary_embedding_triton(*inputs, **options)
+    graph, out = captured(lambda: rotary_embedding_triton(*inputs, **options))
     for top in (100, 2**20):
         inputs[0].random_(top)
         graph.replay()
