@@ -17,11 +17,11 @@
     out = round(x1 * cos - x2 * sin), round(x2 * cos + x1 * sin)
 
 in fp32, with `x1` and `x2` the halves of a normed head; without norm weights `normed` is `x`. The host's modules round
-more often (before the weight, every product), so half types agree with them within rounding, not bit for bit. One
-program handles one head of one row. The rows keep their value heads as they are.
+more often (before the weight, every product), so half types agree with them within rounding, not bit for bit. A
+program handles up to eight heads of one row. The rows keep their value heads as they are.
 
 With `write_to`, keys and values also go where [`write_columns`] would copy them, which saves its launch: a program
-that has rotated a key stores it twice, and one more program per value head copies that.
+that has rotated keys stores them twice, and further programs copy the value heads.
 """
 
 import torch
@@ -34,6 +34,9 @@ from .write_columns import write_columns_ineligible_reason
 
 
 __all__ = ["qk_norm_rope_ineligible_reason", "qk_norm_rope_op", "qk_norm_rope_reference", "qk_norm_rope_triton"]
+
+# Programs of a single head take longer to start than to run.
+_MAX_HEADS = 8
 
 
 @triton.jit
@@ -57,6 +60,7 @@ def _qk_norm_rope_kernel(
     column_row_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KEY_VALUE_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     HAS_POSITIONS: tl.constexpr,
@@ -66,34 +70,38 @@ def _qk_norm_rope_kernel(
 ):
     wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    # All of one kind: HEADS divides the number of query heads and that of key heads.
+    first_head = tl.program_id(1) * HEADS
+    head = first_head + tl.arange(0, HEADS)
     dim = tl.arange(0, BLOCK_HALF)
-    inside = dim < HALF
-    head_ptr = qkv_ptr + row * qkv_row_stride + head * (2 * HALF) + dim
+    inside = (dim < HALF)[None, :]
+    head_ptrs = qkv_ptr + row * qkv_row_stride + (head * (2 * HALF))[:, None] + dim[None, :]
+    is_query = first_head < NUM_HEADS
     if WRITES:
         column = tl.load(column_ptr + row // entries * column_row_stride + row % entries).to(tl.int64)
         # Of a key head and of a value head; query heads have none and store nothing there.
         buffer_head = ((head - NUM_HEADS) % NUM_KEY_VALUE_HEADS).to(tl.int64)
-        target = row // entries * buffer_row_stride + buffer_head * buffer_head_stride
-        target = target + column * buffer_column_stride + dim
-        if head >= NUM_HEADS + NUM_KEY_VALUE_HEADS:
-            tl.store(value_buffer_ptr + target, tl.load(head_ptr, mask=inside), mask=inside)
-            tl.store(value_buffer_ptr + target + HALF, tl.load(head_ptr + HALF, mask=inside), mask=inside)
+        targets = row // entries * buffer_row_stride + column * buffer_column_stride
+        targets = targets + (buffer_head * buffer_head_stride)[:, None] + dim[None, :]
+        if first_head >= NUM_HEADS + NUM_KEY_VALUE_HEADS:
+            tl.store(value_buffer_ptr + targets, tl.load(head_ptrs, mask=inside), mask=inside)
+            tl.store(value_buffer_ptr + targets + HALF, tl.load(head_ptrs + HALF, mask=inside), mask=inside)
             return
     dtype = qkv_ptr.dtype.element_ty
-    first = tl.load(head_ptr, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(head_ptr + HALF, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(head_ptrs, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(head_ptrs + HALF, mask=inside, other=0.0).to(tl.float32)
     if HAS_NORM:
-        mean = tl.sum(first * first + second * second, axis=0) / (2 * HALF)
-        scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))
+        mean = tl.sum(first * first + second * second, axis=1) / (2 * HALF)
+        scale = tl.rsqrt(mean + tl.cast(eps, tl.float32))[:, None]
         # `!= 0`: triton 3.9's interpreter refuses the integer mask that a scalar condition makes of it.
-        is_q = (inside & (head < NUM_HEADS)) != 0
-        is_k = (inside & (head >= NUM_HEADS)) != 0
-        first_weight = tl.load(q_weight_ptr + dim, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-            k_weight_ptr + dim, mask=is_k, other=0.0
+        is_q = (inside & is_query) != 0
+        is_k = (inside & (first_head >= NUM_HEADS)) != 0
+        q_weight_ptrs, k_weight_ptrs = q_weight_ptr + dim[None, :], k_weight_ptr + dim[None, :]
+        first_weight = tl.load(q_weight_ptrs, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptrs, mask=is_k, other=0.0
         ).to(tl.float32)
-        second_weight = tl.load(q_weight_ptr + HALF + dim, mask=is_q, other=0.0).to(tl.float32) + tl.load(
-            k_weight_ptr + HALF + dim, mask=is_k, other=0.0
+        second_weight = tl.load(q_weight_ptrs + HALF, mask=is_q, other=0.0).to(tl.float32) + tl.load(
+            k_weight_ptrs + HALF, mask=is_k, other=0.0
         ).to(tl.float32)
         first = (first * scale * first_weight).to(dtype).to(tl.float32)
         second = (second * scale * second_weight).to(dtype).to(tl.float32)
@@ -102,18 +110,24 @@ def _qk_norm_rope_kernel(
         position = tl.load(position_ptr + row).to(tl.int64)
     in_table = (inside & (position >= 0) & (position < table_rows)) != 0
     # A position that the table does not reach gives NaN, not the memory behind it.
-    cos = tl.load(table_ptr + position * table_row_stride + dim, mask=in_table, other=float("nan")).to(tl.float32)
-    sin = tl.load(table_ptr + position * table_row_stride + HALF + dim, mask=in_table, other=float("nan")).to(
-        tl.float32
-    )
+    table_ptrs = table_ptr + position * table_row_stride + dim[None, :]
+    cos = tl.load(table_ptrs, mask=in_table, other=float("nan")).to(tl.float32)
+    sin = tl.load(table_ptrs + HALF, mask=in_table, other=float("nan")).to(tl.float32)
     turned_first = (first * cos - second * sin).to(dtype)
     turned_second = (second * cos + first * sin).to(dtype)
-    tl.store(head_ptr, turned_first, mask=inside)
-    tl.store(head_ptr + HALF, turned_second, mask=inside)
+    tl.store(head_ptrs, turned_first, mask=inside)
+    tl.store(head_ptrs + HALF, turned_second, mask=inside)
     if WRITES:
-        is_key = (inside & (head >= NUM_HEADS)) != 0
-        tl.store(key_buffer_ptr + target, turned_first, mask=is_key)
-        tl.store(key_buffer_ptr + target + HALF, turned_second, mask=is_key)
+        is_key = (inside & (first_head >= NUM_HEADS)) != 0
+        tl.store(key_buffer_ptr + targets, turned_first, mask=is_key)
+        tl.store(key_buffer_ptr + targets + HALF, turned_second, mask=is_key)
+
+
+def _heads_of_a_program(num_heads: int, num_key_value_heads: int) -> int:
+    heads = 1
+    while heads < _MAX_HEADS and num_heads % (2 * heads) == 0 and num_key_value_heads % (2 * heads) == 0:
+        heads *= 2
+    return heads
 
 
 def qk_norm_rope_ineligible_reason(
@@ -241,8 +255,9 @@ def qk_norm_rope_triton(
     half = cos_sin.shape[-1] // 2
     writes = write_to is not None
     key_buffer, value_buffer, columns = write_to if writes else (qkv, qkv, qkv)
+    heads = _heads_of_a_program(num_heads, num_key_value_heads)
     with torch.cuda.device_of(qkv):
-        _qk_norm_rope_kernel[(qkv.shape[0], num_heads + (2 if writes else 1) * num_key_value_heads)](
+        _qk_norm_rope_kernel[(qkv.shape[0], (num_heads + (2 if writes else 1) * num_key_value_heads) // heads)](
             qkv,
             qkv if positions is None else positions,
             qkv if q_norm_weight is None else q_norm_weight,
@@ -260,12 +275,13 @@ def qk_norm_rope_triton(
             columns.stride(0),
             NUM_HEADS=num_heads,
             NUM_KEY_VALUE_HEADS=num_key_value_heads,
+            HEADS=heads,
             HALF=half,
             BLOCK_HALF=next_power_of_2(half),
             HAS_POSITIONS=positions is not None,
             HAS_NORM=q_norm_weight is not None,
             WRITES=writes,
-            num_warps=1,
+            num_warps=max(1, heads // 2),
             **overlap_options(qkv.device),
         )
     return qkv
