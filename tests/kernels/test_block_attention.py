@@ -391,7 +391,9 @@ def plan(batch=1, rows=32, columns=32768, head_dim=128, element_bytes=2):
 def test_plan_fills_the_device(table_device):
     launch = plan()
     assert launch.block_rows == 32
-    assert launch.splits * 8 >= 2 * 132, "two waves at a long length"
+    assert launch.splits == 132 // 8, "a program for every multiprocessor"
+    assert launch.block_columns == 128, "with many bytes on their way, as it is alone there"
+    assert plan(batch=128).block_columns == 64
     assert plan(columns=512).splits == 512 // launch.block_columns
     assert plan(batch=128, columns=1024).splits == 1
     assert plan(batch=128).splits == 4, "no program has more than 8192 columns"

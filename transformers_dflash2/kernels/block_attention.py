@@ -611,11 +611,13 @@ def _plan(
         _device_entries(device), head_dim=block_dim, rows=min(block_rows, 128), element_bytes=element_bytes
     )
     block_rows = min(block_rows, entry["rows_max"])
-    block_columns = entry["block_columns"]
     programs = batch * kv_heads * -(-rows // block_rows)
-    fill = entry["programs_per_multiprocessor"] * _multiprocessors(device) // programs
+    # A program for every multiprocessor: combining more parts takes longer than they save.
+    splits = max(1, _multiprocessors(device) // programs)
     # Rows of a batch differ in length; a bound on the columns of one program keeps a long row from being the last.
-    splits = max(fill, -(-columns // entry["split_columns_max"]), 1)
+    splits = max(splits, -(-columns // entry["split_columns_max"]))
+    is_alone = programs * splits <= _multiprocessors(device)
+    block_columns = entry["block_columns_alone" if is_alone else "block_columns"]
     splits = min(splits, -(-columns // block_columns), MAX_SPLITS)
     return BlockAttentionLaunch(block_rows, block_columns, splits, entry["num_warps"], entry["num_stages"])
 
