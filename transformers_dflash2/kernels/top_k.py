@@ -11,12 +11,19 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The largest values of each row: torch's selection for few rows, flashinfer's for many.
+"""The largest values of each row: torch's selection for few rows, in two steps for many, or flashinfer's.
 
-On an H200, for 16 of 151,936 values, torch takes 0.047 / 0.109 / 0.570 ms for 7 / 56 / 448 rows and flashinfer 0.6.8
-takes 0.050 / 0.052 / 0.312 ms. flashinfer compiles its kernel in its first call, for about two minutes, which no user
-should meet unasked: it is used where the kernel lies compiled already, or where
-`TRANSFORMERS_DFLASH2_FLASHINFER=1` asks for it. `0` rules it out.
+The largest `k` values of a row lie in at most `k` slices of it, those with the largest maxima. With many rows it pays
+to find these slices first, and to select in them alone: microseconds on an H200, for 16 of 151,936 bfloat16 values,
+
+| rows | 7 | 28 | 56 | 112 | 448 |
+| --- | --- | --- | --- | --- | --- |
+| torch | 47 | 73 | 115 | 185 | 576 |
+| torch, in two steps | 53 | 59 | 69 | 73 | 172 |
+| flashinfer 0.6.8 | 50 | | 52 | | 312 |
+
+flashinfer compiles its kernel in its first call, for about two minutes, which no user should meet unasked: it is used
+where the kernel lies compiled already, or where `TRANSFORMERS_DFLASH2_FLASHINFER=1` asks for it. `0` rules it out.
 """
 
 import logging
@@ -30,12 +37,16 @@ from ..import_utils import unavailable_reason
 from .dispatch import FLOAT_DTYPES
 
 
-__all__ = ["CROSSOVER_ROWS", "flashinfer_reason", "select_top_k"]
+__all__ = ["FLASHINFER_ROWS", "TWO_STEP_ROWS", "flashinfer_reason", "select_top_k"]
 
 logger = logging.getLogger("transformers_dflash2")
 
-# Rows from which flashinfer is the faster one.
-CROSSOVER_ROWS = 56
+# Rows from which two steps are faster than one.
+TWO_STEP_ROWS = 28
+# Rows for which flashinfer is the fastest.
+FLASHINFER_ROWS = range(56, 112)
+# Values of a slice. They lie one in each of as many stretches of the row, so that slices are reduced side by side.
+_SLICE = 64
 
 
 def select_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,11 +61,33 @@ def select_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.
         `(values, ids)`: tensors of shape `(..., top_k)`, in the dtype of `logits` and int64.
     """
     rows = logits.numel() // max(logits.shape[-1], 1)
-    if rows < CROSSOVER_ROWS or not logits.is_cuda or logits.dtype not in FLOAT_DTYPES:
+    if rows < TWO_STEP_ROWS or not logits.is_cuda or logits.dtype not in FLOAT_DTYPES:
         return torch.topk(logits, top_k, dim=-1)
-    if _prepare_flashinfer(logits.device) is not None:
+    if rows in FLASHINFER_ROWS and _prepare_flashinfer(logits.device) is None:
+        return _flashinfer_top_k(logits, top_k)
+    return _two_step_top_k(logits, top_k)
+
+
+def _two_step_top_k(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`select_top_k`] in the slices that the values have to be in."""
+    slices = logits.shape[-1] // _SLICE
+    # Else most of the row is left.
+    if slices < 4 * top_k:
         return torch.topk(logits, top_k, dim=-1)
-    return _flashinfer_top_k(logits, top_k)
+    rows = logits.flatten(0, -2)
+    body, tail = rows.split([slices * _SLICE, rows.shape[-1] - slices * _SLICE], dim=-1)
+    body = body.unflatten(-1, (_SLICE, slices))
+    best = body.amax(dim=1).topk(top_k, dim=-1, sorted=False).indices
+    kept = body.gather(2, best[:, None].expand(-1, _SLICE, -1)).flatten(1)
+    ids = torch.arange(rows.shape[-1], device=rows.device)
+    first, tail_ids = ids[: slices * _SLICE : slices], ids[slices * _SLICE :]
+    ids = (first[:, None] + best[:, None]).flatten(1)
+    if tail.shape[-1]:
+        # What no slice has room for.
+        kept, ids = torch.cat([kept, tail], dim=-1), torch.cat([ids, tail_ids.expand(len(rows), -1)], dim=-1)
+    values, places = kept.topk(top_k, dim=-1)
+    shape = (*logits.shape[:-1], top_k)
+    return values.view(shape), ids.gather(1, places).view(shape)
 
 
 def flashinfer_reason() -> str | None:
