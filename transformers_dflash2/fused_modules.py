@@ -24,8 +24,8 @@ than its arithmetic. While the context is open
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the output side of a drafter's convolution, the residual addition) is done
-  in it;
-* at up to 16 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
+  in it; queries, keys and values do so at up to 128 rows, and with more are written side by side as they are made;
+* at up to 64 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
   arrive from all of the device; the convolution adds them up;
 * at up to 64 rows, 4-bit layers of bitsandbytes run as one product that decodes their weights on the way.
 
@@ -244,10 +244,6 @@ def _window_of(module: nn.Module) -> Callable[[nn.Module], dict[str, Any]] | Non
     return None
 
 
-# With more rows, reading the parts costs what they gain.
-_MAX_ROWS_IN_PARTS = 16
-
-
 class _RotaryTables:
     """The kernel's table of cosines and sines, made once for the layers that share position embeddings."""
 
@@ -368,11 +364,30 @@ def _linear_in_parts(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     from .kernels.skinny_linear import skinny_linear_parts, skinny_linear_triton
 
     rows, weight = x.flatten(0, -2), _weight_of(linear)
-    if weight is not None and len(rows) <= _MAX_ROWS_IN_PARTS:
-        options = {"parts": skinny_linear_parts(x.device, *weight.shape[::-1])}
+    if weight is not None:
+        options = {"parts": skinny_linear_parts(x.device, len(rows), *weight.shape[::-1])}
         if options["parts"] > 1 and ineligible_reason("skinny_linear", rows, weight, **options) is None:
             return skinny_linear_triton(rows, weight, **options).unflatten(1, x.shape[:-1])
     return _dense_linear(linear, x)
+
+
+def _side_by_side(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
+    """What linear layers make of one input, as if they were one layer."""
+    from .kernels.skinny_linear import MAX_ROWS
+
+    product = _product(x, *linears)
+    if product is not None:
+        return product
+    rows, weights = x.flatten(0, -2), [_weight_of(linear) for linear in linears]
+    # With fewer rows the kernel may still take some of them.
+    is_few = len(rows) <= MAX_ROWS
+    if is_few or torch.is_grad_enabled() or any(weight is None or weight.dtype != x.dtype for weight in weights):
+        return torch.cat([linear(x) for linear in linears], dim=-1)
+    sizes = [weight.shape[0] for weight in weights]
+    joined = x.new_empty(len(rows), sum(sizes))
+    for weight, part in zip(weights, joined.split(sizes, dim=1), strict=True):
+        torch.mm(rows, weight.t(), out=part)
+    return joined.view(*x.shape[:-1], -1)
 
 
 def _is_linear_4bit(module: nn.Module) -> bool:
@@ -502,10 +517,7 @@ def _attention_states(
     if cos.shape[-1] != head_dim or cos.dim() != 3:
         return None
     batch, block = hidden_states.shape[:2]
-    projections = [module.q_proj, module.k_proj, module.v_proj]
-    joined = _product(hidden_states, *projections)
-    if joined is None:
-        joined = torch.cat([projection(hidden_states) for projection in projections], dim=-1)
+    joined = _side_by_side(hidden_states, module.q_proj, module.k_proj, module.v_proj)
     rows = joined.view(batch * block, -1)
     kv_heads = module.config.num_key_value_heads
     heads = rows.shape[-1] // head_dim - 2 * kv_heads

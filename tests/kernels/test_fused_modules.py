@@ -32,7 +32,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding  # noq
 from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
 
 from transformers_dflash2 import compat, kernels, static_decoding  # noqa: E402
-from transformers_dflash2.fused_modules import _fused_convolution, _RotaryTables, fused_modules, skinny_linears  # noqa: E402
+from transformers_dflash2.fused_modules import (  # noqa: E402
+    _fused_convolution,
+    _RotaryTables,
+    _side_by_side,
+    fused_modules,
+    skinny_linears,
+)
 from transformers_dflash2.kernels import skinny_linear  # noqa: E402
 from transformers_dflash2.kernels.attention_interface import (  # noqa: E402
     block_attention_lengths,
@@ -394,6 +400,22 @@ def test_half_types_stream_their_weights(device, launches, kv_heads, monkeypatch
     exact = run(target.double(), draft.double(), fused=False)
     for mine, theirs, truth in zip(actual, plain, exact, strict=True):
         assert relative_rms(mine, truth) <= 1.5 * relative_rms(theirs, truth) < 0.02
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "with-a-bias"])
+def test_more_rows_than_a_product_takes_lie_side_by_side(device, launches, is_plain):
+    """Catches projections that are written into each other's columns, and a bias that is lost."""
+    layers = [torch.nn.Linear(48, features, bias=False) for features in (64, 32)]
+    layers.append(torch.nn.Linear(48, 32, bias=not is_plain))
+    layers = torch.nn.ModuleList(layers).to(device, torch.float16)
+    x = torch.randn(10, 15, 48, device=device).half()
+    expected = torch.cat([layer(x) for layer in layers], dim=-1).detach()
+    with torch.no_grad():
+        actual = _side_by_side(x, *layers)
+    assert actual.shape == (10, 15, 128) and relative_rms(actual, expected) < 1e-3
+    # With gradients nothing is written in place.
+    assert torch.equal(_side_by_side(x, *layers).detach(), expected)
+    assert not launches["skinny_linear"]
 
 
 def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypatch):

@@ -57,6 +57,14 @@ def test_equals_the_reference(device, dtype, rows, in_features, out_features):
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize("out_features", [(64, 32), (128, 64, 64)], ids=str)
+def test_more_rows_side_by_side(device, dtype, out_features):
+    """Catches a program whose features belong to two weights."""
+    tensors = operands(device, dtype, 100, 200, *out_features)
+    assert_as_exact_as(skinny_linear_triton(*tensors), skinny_linear_reference(*tensors), exact(*tensors))
+
+
+@pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("in_features", [128, 200], ids=str)
 def test_gated(device, dtype, in_features):
     """Catches gate and up that are swapped, and an activation of the wrong one."""
@@ -86,25 +94,34 @@ def test_residual_and_strides(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-@pytest.mark.parametrize("parts", [2, 8, 16])
-def test_parts(device, dtype, parts):
+@pytest.mark.parametrize(("rows", "parts"), [(5, 2), (5, 8), (5, 16), (20, 4), (40, 8)])
+def test_parts(device, dtype, rows, parts):
     """Catches a part that reads or writes where another does, one shorter than a step, and one that is rounded."""
-    x, weight = operands(device, dtype, 5, 1024, 64)
+    x, weight = operands(device, dtype, rows, 1024, 96)
     actual = skinny_linear_triton(x, weight, parts=parts)
     expected = exact(x, weight, parts=parts)
-    assert actual.dtype == torch.float32 and actual.shape == (parts, 5, 64)
+    assert actual.dtype == torch.float32 and actual.shape == (parts, rows, 96)
     assert relative_rms(actual, expected) < 1e-5
     assert relative_rms(actual.sum(dim=0), exact(x, weight)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("in_features", "out_features", "parts"),
-    [(4096, 1024, 4), (4096, 8192, 1), (192, 32, 1), (256, 32, 4), (256, 4, 4)],
+    ("rows", "in_features", "out_features", "parts"),
+    [
+        (8, 4096, 1024, 4),
+        (32, 4096, 1024, 8),
+        (64, 4096, 1024, 8),
+        (8, 4096, 8192, 1),
+        (64, 4096, 8192, 2),
+        (8, 192, 32, 1),
+        (8, 256, 32, 4),
+        (8, 256, 4, 4),
+    ],
 )
-def test_number_of_parts(monkeypatch, in_features, out_features, parts):
+def test_number_of_parts(monkeypatch, rows, in_features, out_features, parts):
     """Catches a device that is left idle, and parts that the kernel refuses."""
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (132, 1 << 16))
-    assert skinny_linear_parts(torch.device("cpu"), in_features, out_features) == parts
+    assert skinny_linear_parts(torch.device("cpu"), rows, in_features, out_features) == parts
 
 
 def convolution_of(device, dtype, rows, block, taps, out_features, group, parts=None):
@@ -179,7 +196,12 @@ def test_operator(device):
     ("edit", "reason"),
     [
         pytest.param(lambda t: ({"x": t["x"].float()}), "x is float32", id="dtype"),
-        pytest.param(lambda t: ({"x": t["x"].repeat(17, 1)}), "x has 68 rows", id="rows"),
+        pytest.param(lambda t: ({"x": t["x"].repeat(17, 1)}), "x has 68 rows; 1 to 64", id="rows"),
+        pytest.param(
+            lambda t: ({"x": t["x"].repeat(33, 1), "weights": t["weights"] * 2}),
+            "x has 132 rows; 1 to 128",
+            id="rows-side",
+        ),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:40]]}), "which 32 does not divide", id="features"),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:, :64]]}), "should be", id="inputs"),
         pytest.param(lambda t: ({"weights": t["weights"] * 4}), "there are 4 weights", id="weights"),

@@ -28,8 +28,9 @@ from .overlap import overlap_options, wait_for_inputs
 __all__ = ["grouped_conv_ineligible_reason", "grouped_conv_op", "grouped_conv_triton"]
 
 _MAX_BLOCK_CHANNELS = 1024
-# A thread that adds up parts takes fewer channels.
+# A thread that adds up parts takes fewer channels where there are few rows.
 _MAX_BLOCK_CHANNELS_OF_PARTS = 128
+_FEW_ROWS = 16
 
 
 @triton.jit
@@ -165,7 +166,10 @@ def grouped_conv_triton(
     if out.numel() == 0:
         return out
     parts = dynamic_kernel.shape[0] if dynamic_kernel.dim() == 5 else 1
-    widest = _MAX_BLOCK_CHANNELS if parts == 1 else _MAX_BLOCK_CHANNELS_OF_PARTS
+    if parts == 1:
+        widest = _MAX_BLOCK_CHANNELS
+    else:
+        widest = _MAX_BLOCK_CHANNELS_OF_PARTS * (1 if batch * block <= _FEW_ROWS else 4)
     block_channels = min(next_power_of_2(hidden_size), widest)
     with torch.cuda.device_of(hidden):
         _grouped_conv_kernel[(batch * block, triton.cdiv(hidden_size, block_channels))](

@@ -29,6 +29,7 @@ Sums are in fp32. A product is rounded to the dtype of `x` before anything is do
 """
 
 from functools import lru_cache
+from math import gcd
 
 import torch
 import triton
@@ -59,6 +60,8 @@ __all__ = [
 
 # With more rows, general products are as good.
 MAX_ROWS = 64
+# But they multiply weights side by side one by one, and the narrow ones of keys and values leave a device idle.
+_MAX_ROWS_SIDE_BY_SIDE = 128
 # Every program's share of the output features divides by it.
 _FEATURES_MULTIPLE = 32
 # And every part of the inputs by this.
@@ -68,8 +71,8 @@ _LINE = 64
 # What all programs together ask for while they wait for their inputs. Measured on an H200; more of it gets in the way
 # of the kernel that still runs.
 _PREFETCH_BYTES = 2 << 20
-# Of a product in parts, as [`_launch`] returns it.
-_PARTS_LAUNCH = (16, 128, 4, 2)
+# Whoever reads a product in parts pays for each.
+_MAX_PARTS = 8
 _DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -210,8 +213,9 @@ def skinny_linear_ineligible_reason(
     )
     if reason is not None:
         return reason
-    if not 1 <= x.shape[0] <= MAX_ROWS:
-        return f"x has {x.shape[0]} rows; 1 to {MAX_ROWS} are supported"
+    max_rows = _MAX_ROWS_SIDE_BY_SIDE if len(weights) > 1 and not is_gated else MAX_ROWS
+    if not 1 <= x.shape[0] <= max_rows:
+        return f"x has {x.shape[0]} rows; 1 to {max_rows} are supported"
     if is_gated and (len(weights) != 2 or weights[0].shape != weights[1].shape):
         return f"a gated product takes two weights of one shape, got {[tuple(w.shape) for w in weights]}"
     for name, weight in names.items():
@@ -298,20 +302,43 @@ def skinny_linear_pays(device: torch.device, out_features: int) -> bool:
     return out_features // 16 >= device_limits(device)[0]
 
 
-def skinny_linear_parts(device: torch.device, in_features: int, out_features: int) -> int:
+def skinny_linear_parts(device: torch.device, rows: int, in_features: int, out_features: int) -> int:
     """
     Into how many parts a product that is too narrow for a device is cut, so that its weights arrive from all of it.
 
     Args:
         device (`torch.device`): Where it runs.
+        rows (`int`): Rows of the input.
         in_features (`int`): Inputs of the weight.
         out_features (`int`): Outputs of the weight.
     """
-    parts, programs = 1, max(1, out_features // _PARTS_LAUNCH[0])
+    block_out = _parts_launch(device, rows)[0]
+    parts, programs = 1, max(1, out_features // block_out)
     # Some programs for every multiprocessor, each with enough to read.
-    while programs * parts <= device_limits(device)[0] and in_features % (2 * parts * _PART_MULTIPLE) == 0:
+    while (
+        parts < _MAX_PARTS
+        and programs * parts <= device_limits(device)[0]
+        and in_features % (2 * parts * _PART_MULTIPLE) == 0
+    ):
         parts *= 2
     return parts
+
+
+def _tile_rows(rows: int) -> int:
+    """
+    Rows of a program's tile.
+
+    Hopper multiplies 64 rows in one instruction; tiles of 32 rows take slower ones, and a round of four rows took
+    longer than one of eight.
+    """
+    return 16 if rows <= 16 else max(64, next_power_of_2(rows))
+
+
+def _with_stages(device: torch.device, rows: int, launch: tuple[int, int, int, int], weights: int = 1):
+    """A launch with no more steps in flight than shared memory has room for."""
+    block_out, block_in, num_stages, num_warps = launch
+    stage = 2 * block_in * (block_out * weights + rows)
+    return block_out, block_in, max(1, min(num_stages, (device_limits(device)[1] - 2048) // stage)), num_warps
 
 
 @lru_cache(maxsize=256)
@@ -322,16 +349,23 @@ def _launch(device: torch.device, rows: int, in_features: int, out_features: int
     Measured on an H200, with weights of an 8B model. Where there is no second program for a multiprocessor, one has to
     have more bytes on their way.
     """
-    multiprocessors, shared_memory = device_limits(device)
-    is_single_wave = out_features // 32 <= multiprocessors
+    is_single_wave = out_features // 32 <= device_limits(device)[0]
     if rows <= 16:
         deep, wide, gated = (32, 256, 6, 4), (16, 128, 6, 2), (32, 128, 3, 4)
         is_single_wave = is_single_wave and in_features >= 8192
-    else:
+    elif rows <= MAX_ROWS:
         deep, wide, gated = (32, 256, 4, 4), (32, 128, 4, 4), (32, 64, 4, 4)
-    block_out, block_in, num_stages, num_warps = gated if is_gated else deep if is_single_wave else wide
-    stage = 2 * block_in * (block_out * (2 if is_gated else 1) + rows)
-    return block_out, block_in, max(1, min(num_stages, (shared_memory - 2048) // stage)), num_warps
+    else:
+        deep = wide = gated = (64, 64, 5, 8)
+    launch = gated if is_gated else deep if is_single_wave else wide
+    return _with_stages(device, rows, launch, 2 if is_gated else 1)
+
+
+@lru_cache(maxsize=256)
+def _parts_launch(device: torch.device, rows: int):
+    """As [`_launch`], for a product in parts."""
+    rows = _tile_rows(rows)
+    return _with_stages(device, rows, (16, 128, 4, 2) if rows <= 16 else (64, 64, 6, 4))
 
 
 def _prefetched_lines(in_features: int, out_features: int) -> int:
@@ -354,7 +388,7 @@ def skinny_linear_triton(
 
     Args:
         x (`torch.Tensor` of shape `(rows, in_features)`):
-            fp16 or bf16 inputs, up to `MAX_ROWS` rows.
+            fp16 or bf16 inputs: up to 64 rows, and up to 128 for several weights side by side.
         *weights (`torch.Tensor` of shape `(out_features, in_features)`):
             One to three contiguous weights in the dtype of `x`.
         is_gated (`bool`, *optional*, defaults to `False`):
@@ -388,10 +422,15 @@ def skinny_linear_triton(
         out = x.new_empty(x.shape[0], out_features)
     elif out is None:
         out = x.new_empty(parts, x.shape[0], out_features, dtype=torch.float32)
-    tile_rows = max(16, next_power_of_2(x.shape[0]))
+    tile_rows = _tile_rows(x.shape[0])
     share = x.shape[1] // parts
-    launch = _launch(x.device, tile_rows, share, out_features, is_gated) if parts == 1 else _PARTS_LAUNCH
+    if parts == 1:
+        launch = _launch(x.device, tile_rows, share, out_features, is_gated)
+    else:
+        launch = _parts_launch(x.device, tile_rows)
     block_out, block_in, num_stages, num_warps = launch
+    # No program's features belong to two weights.
+    block_out = gcd(block_out, *features)
     base, dynamic, block = (x, x, 1) if convolution is None else convolution
     strides = (0, 0, 0, 0)
     if convolution is not None:
