@@ -83,6 +83,8 @@ __all__ = [
 MAX_BLOCK = 32
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
+# Columns of a part from which it is read in wide steps, if it has a multiprocessor to itself.
+LONG_PART = 1024
 # Query rows that the reference scores at a time, which bounds its memory during a prefill.
 REFERENCE_QUERY_CHUNK = 256
 
@@ -616,8 +618,11 @@ def _plan(
     splits = max(1, _multiprocessors(device) // programs)
     # Rows of a batch differ in length; a bound on the columns of one program keeps a long row from being the last.
     splits = max(splits, -(-columns // entry["split_columns_max"]))
+    # Wide steps keep many bytes on their way, in nearly all of a multiprocessor's shared memory. The kernels around a
+    # short part lose more by that than it gains.
     is_alone = programs * splits <= _multiprocessors(device)
-    block_columns = entry["block_columns_alone" if is_alone else "block_columns"]
+    is_long = is_alone and columns // splits >= LONG_PART
+    block_columns = entry["block_columns_long" if is_long else "block_columns"]
     splits = min(splits, -(-columns // block_columns), MAX_SPLITS)
     return BlockAttentionLaunch(block_rows, block_columns, splits, entry["num_warps"], entry["num_stages"])
 
