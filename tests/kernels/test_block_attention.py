@@ -394,7 +394,7 @@ def test_plan_fills_the_device(table_device):
     assert launch.splits == 132 // 8, "a program for every multiprocessor"
     assert launch.block_columns == 128, "a long part that is alone there is read in wide steps"
     assert plan(columns=1024).block_columns == plan(batch=128).block_columns == 64
-    assert plan(columns=512).splits == 512 // launch.block_columns
+    assert plan(columns=512).splits == 512 // plan(columns=512).block_columns
     assert plan(batch=128, columns=1024).splits == 1
     assert plan(batch=128).splits == 4, "no program has more than 8192 columns"
     assert plan(rows=4).block_rows == 16
