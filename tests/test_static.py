@@ -204,6 +204,43 @@ def test_rounds_are_used_again():
     static_decoding.release_static_rounds(target)
 
 
+def shifting(target):
+    """A target whose tokens are shifted by an argument of its forward, a number or what a table holds of it."""
+
+    class Shifting(type(target)):
+        def forward(self, input_ids=None, position_ids=None, shift: int = 0, shifts: dict | None = None, **kwargs):
+            output = super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+            output.logits = output.logits.roll(shift if shifts is None else shifts["by"], dims=-1)
+            return output
+
+    target.__class__ = Shifting
+    return target
+
+
+def test_a_round_is_kept_for_the_arguments_it_was_made_with():
+    """Catches a recording that goes on with the arguments of an earlier call."""
+    target = shifting(table_target(11))
+    draft = table_drafter(target)
+    inputs = {"inputs": PROMPT, "max_new_tokens": 12, "do_sample": False}
+    texts = []
+    for shift, rounds in ((0, 1), (2, 2), (0, 2)):
+        texts.append(static(target, draft, shift=shift, **inputs))
+        assert torch.equal(texts[-1], target.generate(shift=shift, **inputs))
+        assert len(static_round.kept_rounds(target, draft)) == rounds
+    assert not torch.equal(texts[0], texts[1])
+
+
+def test_arguments_that_no_key_can_hold_keep_the_tempo_dynamic(caplog, monkeypatch):
+    """Catches a recording that holds somebody's object, whose content may change."""
+    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+    target = shifting(table_target(11))
+    inputs = {"inputs": PROMPT, "max_new_tokens": 12, "do_sample": False, "shifts": {"by": 2}}
+    drafted = target.generate(assistant_model=table_drafter(target), cache_implementation="static", **inputs)
+    assert torch.equal(drafted, target.generate(**inputs))
+    assert any("not staged: shifts" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("freed", ["target", "drafter"])
 def test_rounds_go_with_either_model(freed):
     """Catches buffers that keep a model alive, or that a model leaves behind."""

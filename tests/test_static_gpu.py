@@ -24,13 +24,13 @@ from test_distribution import BATCH, DRAFTERS, LAWS, SMALLEST_P_VALUE, chi_squar
 from test_distribution import PROMPT as LAW_PROMPT
 from test_distribution import VOCAB as LAW_VOCAB
 from test_distribution import target as law_target
-from test_static import BATCHES, half_right, static
+from test_static import BATCHES, half_right, shifting, static
 from transformers import CompileConfig
 
 from transformers_dflash2 import fused_modules, static_round
 from transformers_dflash2.graph_pieces import record_on_cuda
 from transformers_dflash2.static_round import StaticRound
-from transformers_dflash2.testing import left_pad, table_target
+from transformers_dflash2.testing import left_pad, table_drafter, table_target
 
 
 pytest.importorskip("scipy")
@@ -78,6 +78,16 @@ def test_same_tokens_as_plain(rows):
     (kept,) = recorded(target, draft)
     # A graph of the round, and one that accepts.
     assert len(kept._graphs) == 2
+
+
+def test_other_arguments_are_recorded_anew():
+    """Catches a graph that is replayed for a call whose model arguments it was not recorded with."""
+    (target,) = moved(table_target(11))
+    target, draft = shifting(target), table_drafter(target)
+    inputs = on_device({**left_pad(BATCHES["one"]), "max_new_tokens": 12, "do_sample": False})
+    for shift in (0, 2, 0):
+        assert torch.equal(static(target, draft, shift=shift, **inputs), target.generate(shift=shift, **inputs))
+    assert len(recorded(target, draft)) == 2
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])

@@ -57,6 +57,7 @@ logger = logging.getLogger("transformers_dflash2")
 MIN_CAPACITY = 512
 # Tensors among the model inputs that a round computes on its own or needs for the prefill only.
 _STAGED_MODEL_INPUTS = ("attention_mask", "inputs_embeds", "position_ids")
+_CACHE_KEYS = ("cache", "past_key_values")
 
 
 class StaticDecoding(SpeculativeDecoding):
@@ -134,6 +135,8 @@ class StaticDecoding(SpeculativeDecoding):
             features[0].dtype,
             self._position_base.shape[:-2],
             None if self.compile_options is None else repr(sorted(self.compile_options.items())),
+            # A graph has been recorded with these.
+            repr(sorted(self._static_kwargs().items())),
         )
         try:
             round_ = take_round(
@@ -179,9 +182,7 @@ class StaticDecoding(SpeculativeDecoding):
 
     def _static_kwargs(self) -> dict[str, Any]:
         kwargs = {
-            key: value
-            for key, value in self.model_kwargs.items()
-            if key not in (*_STAGED_MODEL_INPUTS, "cache", "past_key_values")
+            key: value for key, value in self.model_kwargs.items() if key not in (*_STAGED_MODEL_INPUTS, *_CACHE_KEYS)
         }
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = self.slots + 1
@@ -394,6 +395,13 @@ def _compile_options(compile_config, device: torch.device) -> dict[str, Any] | N
     return options
 
 
+def _is_setting(value: Any) -> bool:
+    """Whether a model input is a plain value, which a recording may hold as long as its round is kept by it."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_setting, value))
+    return value is None or isinstance(value, bool | int | float | str | torch.dtype)
+
+
 def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
     """Why a call cannot run in the static tempo, or `None` if it can."""
     target = decoding.target
@@ -418,13 +426,13 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return f"attn_logit_softcapping={cap} is left out by sdpa and would be honoured; load with eager attention"
     if torch.is_autocast_enabled(decoding.device.type):
         return "autocast is on, and buffers have one dtype"
-    tensors = [
+    unstaged = sorted(
         name
         for name, value in decoding.model_kwargs.items()
-        if isinstance(value, torch.Tensor) and name not in _STAGED_MODEL_INPUTS
-    ]
-    if tensors:
-        return f"the target gets model inputs that are not staged: {', '.join(sorted(tensors))}"
+        if name not in (*_STAGED_MODEL_INPUTS, *_CACHE_KEYS) and not _is_setting(value)
+    )
+    if unstaged:
+        return f"the target gets model inputs that are not staged: {', '.join(unstaged)}"
     if target.training:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):
