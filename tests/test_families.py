@@ -14,6 +14,7 @@
 """What every family of targets has to do: forget rejected tokens wherever they stand, row by row."""
 
 import functools
+import logging
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from transformers_dflash2 import compat, static_decoding
+from transformers_dflash2 import compat
 from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.generation import SpeculativeDecoding
 from transformers_dflash2.modeling_dflash2 import DFlash2Proposal
@@ -197,7 +198,7 @@ def test_one_row_that_stays_dynamic(options, caplog):
     """Catches a round without buffers that decides as if it had them, and a reason that is given with every call."""
     target = build("MiniMax")
     drafter = random_drafter(target, block_size=BLOCK)
-    static_decoding._warn_once.cache_clear()
+    logging.Logger.warning_once.cache_clear()
     plain = target.generate(ONE[0], max_new_tokens=12, do_sample=False)
     for _ in range(2):
         output = target.generate(

@@ -38,8 +38,8 @@ class CancellingStreamer:
 
 
 @pytest.fixture
-def fresh_reports(monkeypatch, caplog):
-    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+def fresh_reports(caplog):
+    logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     return caplog
 

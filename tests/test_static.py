@@ -107,9 +107,9 @@ def test_families(model_type, options):
         assert torch.equal(static(target, draft, **inputs), expected)
 
 
-def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog, monkeypatch):
+def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog):
     """Catches another text than plain decoding gives, because the static tempo honours a cap that sdpa ignores."""
-    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     try:
         target = table_target(model_type="gemma2", mix=0.1, attn_implementation="sdpa")
@@ -230,9 +230,9 @@ def test_a_round_is_kept_for_the_arguments_it_was_made_with():
     assert not torch.equal(texts[0], texts[1])
 
 
-def test_arguments_that_no_key_can_hold_keep_the_tempo_dynamic(caplog, monkeypatch):
+def test_arguments_that_no_key_can_hold_keep_the_tempo_dynamic(caplog):
     """Catches a recording that holds somebody's object, whose content may change."""
-    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     target = shifting(table_target(11))
     inputs = {"inputs": PROMPT, "max_new_tokens": 12, "do_sample": False, "shifts": {"by": 2}}
@@ -296,9 +296,9 @@ def test_an_exception_frees_the_round():
     ],
     ids=["hidden-states"],
 )
-def test_falls_back_with_one_reason(options, word, caplog, monkeypatch):
+def test_falls_back_with_one_reason(options, word, caplog):
     """Catches a request for the static tempo that is dropped without a word, or crashes."""
-    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     inputs = {"inputs": PROMPT, "max_new_tokens": 9, "do_sample": False, **options}
     expected = t0().generate(**inputs)
@@ -316,9 +316,9 @@ def test_the_hosts_own_recording_hooks_do_not_matter():
     assert torch.equal(static(target, table_drafter(target), **inputs), target.generate(**inputs))
 
 
-def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog, monkeypatch):
+def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog):
     """Catches a graph that would skip a hook which the caller has put on the target."""
-    monkeypatch.setattr("transformers_dflash2.integration._reported", set())
+    logging.Logger.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     target = table_target(4)
     seen = []

@@ -13,6 +13,7 @@
 # limitations under the License.
 """How many drafted tokens are verified: the rule, its law, its limits, and what the caller may say about it."""
 
+import logging
 import math
 
 import pytest
@@ -23,7 +24,6 @@ from test_distribution import BATCH, LAWS, VOCAB, chi_square_p_value, joint_law
 from test_distribution import PROMPT as LAW_PROMPT
 from test_distribution import target as law_target
 
-from transformers_dflash2 import integration
 from transformers_dflash2.candidate_generator import DraftSession
 from transformers_dflash2.functional_dflash2 import accept_sampled, residual_distribution
 from transformers_dflash2.functional_dspark import survival
@@ -186,9 +186,9 @@ def test_options_that_mean_nothing(options, words):
         t0().generate(PROMPT, assistant_model=d0(), max_new_tokens=4, **options)
 
 
-def test_static_tempo_says_that_its_blocks_have_one_length(caplog, monkeypatch):
+def test_static_tempo_says_that_its_blocks_have_one_length(caplog):
     """Catches an option that has no effect and no message."""
-    monkeypatch.setattr(integration, "_reported", set())
+    logging.Logger.warning_once.cache_clear()
     draft_kwargs = {"cache_implementation": "static", **HEURISTIC}
     assert_same_tokens(t0(), d0(), PROMPT, max_new_tokens=20, draft_kwargs=draft_kwargs)
     assert any("blocks of one length" in record.getMessage() for record in caplog.records)

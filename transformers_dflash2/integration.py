@@ -35,8 +35,6 @@ from .verify_length import DEFAULT_THRESHOLD, VerifyLength
 
 logger = logging.getLogger("transformers_dflash2")
 
-_reported: set[str] = set()
-
 
 class _Hook:
     """What was installed, and whether it acts. Kept here and not on the function, whose attributes wrappers copy."""
@@ -163,13 +161,13 @@ def _generate_with_draft(original, arguments: dict[str, Any], draft):
                 reason = static_ineligible_reason(decoding)
                 if reason is None:
                     if call["verify_length"] is not None:
-                        _report_once(
+                        logger.warning_once(
                             "The static tempo verifies blocks of one length: "
                             "num_assistant_tokens_schedule and assistant_confidence_threshold are not used. The "
                             "output is the same."
                         )
                     return decoding.run()
-            _report_once(f"The static tempo is not used: {reason}. The output is the same.")
+            logger.warning_once(f"The static tempo is not used: {reason}. The output is the same.")
         return SpeculativeDecoding(model, draft, input_ids, **call).run()
 
     return original(target, **arguments, custom_generate=decode, **options)
@@ -291,12 +289,6 @@ def _bind_stop_strings(target, arguments: dict[str, Any], options: dict[str, Any
     criteria = StoppingCriteriaList(arguments.get("stopping_criteria") or [])
     criteria.append(StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer))
     arguments["stopping_criteria"] = criteria
-
-
-def _report_once(message: str) -> None:
-    if message not in _reported:
-        _reported.add(message)
-        logger.warning(message)
 
 
 __all__ = ["disable", "enable"]

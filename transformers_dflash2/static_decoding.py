@@ -32,7 +32,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -178,7 +177,7 @@ class StaticDecoding(SpeculativeDecoding):
 
     def _stay_dynamic(self, reason: str) -> None:
         self._accept_key = None
-        _warn_once(f"The static tempo is not used: {reason}. The output is the same.")
+        logger.warning_once(f"The static tempo is not used: {reason}. The output is the same.")
 
     def _static_kwargs(self) -> dict[str, Any]:
         kwargs = {
@@ -373,11 +372,6 @@ class StaticDecoding(SpeculativeDecoding):
                 selection = source[:, None, first:, None].expand(-1, buffer.shape[1], -1, buffer.shape[3])
                 taken.append(buffer.gather(2, selection).masked_fill(outside[:, None, first:, None], 0))
             compat.set_layer_content(layer, *taken, width)
-
-
-@lru_cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 def _compile_options(compile_config, device: torch.device) -> dict[str, Any] | None:
