@@ -18,10 +18,10 @@ from pathlib import Path
 
 import torch
 import transformers
-from real_pair import PROMPTS, encode
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from transformers_dflash2 import DFlash2DraftModel
+from transformers_dflash2.benchmark.prompts import PROMPTS
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -49,7 +49,8 @@ def load(folder, name, work):
 def measure(target, draft, tokenizer, args):
     same = new_tokens = rounds = accepted = unsteady = 0
     for prompt in PROMPTS[: args.prompts]:
-        inputs = encode(tokenizer, [prompt])
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
         steps = target.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
         plain = steps.sequences
@@ -80,11 +81,11 @@ def main():
     parser.add_argument("--formats", nargs="+", default=["dense", "bnb-4", "bnb-8", "W8A8", "W4A16"])
     parser.add_argument("--target", help="folder of the dense target")
     parser.add_argument("--draft", default=str(smollm2.DRAFT))
-    parser.add_argument("--prompts", type=int, default=6)
+    parser.add_argument("--prompts", type=int, default=6, help="at most 16")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     args = parser.parse_args()
     folder, _ = smollm2.find_target(args.target)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     draft = DFlash2DraftModel.from_pretrained(args.draft, dtype=torch.float32)
     result = {"torch": torch.__version__, "transformers": transformers.__version__}
     with tempfile.TemporaryDirectory() as work:

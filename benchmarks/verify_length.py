@@ -13,7 +13,7 @@
 # limitations under the License.
 """Tokens per verified row with and without an adaptive verify length, on the real DFlash2 pair.
 
-Every drafted token costs the target a row. Greedy decoding of the prompts of `real_pair.py`; the text is the same in
+Every drafted token costs the target a row. Greedy decoding of the benchmark's prompts; the text is the same in
 every setting, and is compared. Counts do not depend on the machine.
 
     python benchmarks/verify_length.py --thresholds 0.1 0.2 0.3
@@ -30,12 +30,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import transformers_dflash2
 from transformers_dflash2 import AutoDraftModel
+from transformers_dflash2.benchmark.prompts import PROMPTS
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import smollm2
-from real_pair import PROMPTS, encode, new_tokens
 
 
 def measure(target, draft, tokenizer, args, options, expected):
@@ -43,11 +43,12 @@ def measure(target, draft, tokenizer, args, options, expected):
     totals = {"new_tokens": 0, "rounds": 0, "drafted": 0, "accepted": 0}
     same = 0
     for index, prompt in enumerate(PROMPTS[: args.prompts]):
-        inputs = encode(tokenizer, [prompt])
+        chat = [{"role": "user", "content": prompt}]
+        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         output = target.generate(
             **inputs, max_new_tokens=args.max_new_tokens, do_sample=False, assistant_model=draft, **options
         )
-        text = new_tokens(output, inputs)[0].tolist()
+        text = output[0, inputs["input_ids"].shape[1] :].tolist()
         same += expected.setdefault(index, text) == text
         for name in totals:
             totals[name] += getattr(draft.last_stats, name)
@@ -73,7 +74,6 @@ def main():
     folder, _ = smollm2.find_target(args.target)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.padding_side = "left"
     draft = AutoDraftModel.from_pretrained(args.draft, dtype=torch.float32)
     heuristic = {"num_assistant_tokens_schedule": "heuristic"}
     settings = [{}, heuristic, *({**heuristic, "assistant_confidence_threshold": value} for value in args.thresholds)]

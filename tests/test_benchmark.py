@@ -16,6 +16,7 @@
 import copy
 import json
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,34 @@ def test_quantised_rounds(capsys):
     assert script["table"]([row]) in capsys.readouterr().out
     failed = {"format": "bnb-nf4", "failed": "no kernel"}
     assert script["table"]([row, failed]).endswith("bnb-nf4: left out, no kernel")
+
+
+@pytest.fixture
+def small_pair(tmp_path):
+    """Folders of a target with a tokenizer that knows chats, and of a drafter."""
+    target, tokenizer = t0(), text_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    target.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    table_drafter(target).save_pretrained(tmp_path / "draft")
+    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("verify_length", ["--thresholds", "0.5"]), ("quantized_pair", ["--formats", "dense"])]
+)
+def test_scripts_on_a_pair(name, options, small_pair, monkeypatch, capsys):
+    """Catches a script whose imports have moved, and a text that changes with the setting."""
+    script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / f"{name}.py"))
+    lengths = ["--prompts", "2", "--max-new-tokens", "10"]
+    monkeypatch.setattr(sys, "argv", [name, *small_pair, *lengths, *options])
+    script["main"]()
+    printed = capsys.readouterr().out
+    record = json.loads(printed[printed.index("{\n") :])
+    rows = record["settings"] if name == "verify_length" else [record["dense"]]
+    for row in rows:
+        assert row.get("prompts_identical_to_the_first_setting", row.get("identical")) == 2
+        assert row["new_tokens"] == 20
 
 
 def test_command_on_a_real_pair(tmp_path):

@@ -434,6 +434,13 @@ def test_reads_public_config(tmp_path, raw, expected):
     assert config.get_text_config() is config
 
 
+def test_a_folder_without_a_config(tmp_path):
+    """Catches a model card that is taken for a checkpoint whose config lacks everything."""
+    (tmp_path / "README.md").write_text("A card.", encoding="utf-8")
+    with pytest.raises(OSError, match=r"holds no config.json. Pass the folder or the Hub id"):
+        DFlash2Config.from_pretrained(tmp_path)
+
+
 def test_loads_without_a_message(tmp_path, caplog):
     """Would catch the host's warning about a `model_type` that is not ours."""
     with caplog.at_level(logging.WARNING, logger="transformers"):

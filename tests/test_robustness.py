@@ -64,6 +64,24 @@ def test_a_cancelled_call_leaves_the_cache_of_plain_decoding(tokens, processors)
     assert lengths[0] == lengths[1]
 
 
+@pytest.mark.parametrize(("vocab_size", "warns"), [(24, True), (32, False)])
+def test_a_target_of_another_tokenizer(vocab_size, warns, fresh_reports):
+    """Catches a pair that never agrees and never says so, and a draft of ids that the target does not have."""
+    target, draft = (
+        table_target(1, vocab_size),
+        table_drafter(table_target(0, 32), mask_token_id=23, selector_top_k=16),
+    )
+    prompt = torch.tensor([[3, 7, 1]])
+    for _ in range(2):
+        assert torch.equal(
+            target.generate(prompt, assistant_model=draft, **OPTIONS), target.generate(prompt, **OPTIONS)
+        )
+    messages = [record.getMessage() for record in fresh_reports.records]
+    assert [message.split(":")[0] for message in messages] == (
+        ["The drafter's vocabulary has 32 tokens and that of Qwen3ForCausalLM 24"] if warns else []
+    )
+
+
 def test_disable_leaves_the_wrappers_of_others_alone():
     """Catches a mark that `functools.wraps` copies onto somebody else's wrapper, which is then thrown away."""
     ours = GenerationMixin.generate

@@ -378,7 +378,7 @@ def _read_family(source: _Source, selector_rank: int) -> str:
             kind = "It names no drafter. Pass the drafter's repository rather than the target's."
         supported = ", ".join(name for name in source.families if name not in (None, "DFlash2Model"))
         raise ValueError(
-            f"`architectures`={[architecture]!r} is not supported here. {kind} Supported architectures: {supported}."
+            f"`architectures`={[architecture]!r} is not supported here. {kind} This class loads {supported}."
         )
     return source.families[architecture] or ("dflash2" if selector_rank > 0 else "dflash")
 
@@ -1057,6 +1057,11 @@ class DFlash2Config(PreTrainedConfig):
             revision=revision,
         )
         config_dict, kwargs = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if not config_dict:
+            raise OSError(
+                f"{str(pretrained_model_name_or_path)!r} holds no config.json. Pass the folder or the Hub id of a "
+                "drafter's checkpoint."
+            )
         loaded = cls.from_dict(config_dict, **kwargs)
         # Where the model card is; `from_dict` may return unused arguments as well.
         config = loaded[0] if isinstance(loaded, tuple) else loaded

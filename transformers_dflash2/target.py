@@ -18,6 +18,7 @@ adapted modules work through their own forward. So is the embedding, unless its 
 the rows are read from its weight, because drafters are trained on the raw ones.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,12 @@ from . import compat
 from .configuration_dflash2 import DFlash2Config
 from .quantization import HeadProjection, ShardedHeadProjection, move_to
 from .ranks import Ranks
+
+
+logger = logging.getLogger("transformers_dflash2")
+
+# Two statements of one vocabulary differ by rows that are no tokens, and by less than this factor.
+_MAX_PADDING = 1.02
 
 
 class FeatureTap:
@@ -133,6 +140,12 @@ class TargetAdapter:
             )
         except ValueError as error:
             raise ValueError(f"{error} {_pairing(target, config)}") from error
+        smaller, larger = sorted((text_config.vocab_size, config.vocab_size))
+        if larger > _MAX_PADDING * smaller:
+            logger.warning_once(
+                f"The drafter's vocabulary has {config.vocab_size} tokens and that of {name} "
+                f"{text_config.vocab_size}: little of what it drafts will be kept. {_pairing(target, config)}"
+            )
         self.ranks = Ranks(target)
         first_id = compat.vocabulary_shard(self.head)
         if first_id is None:
