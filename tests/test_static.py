@@ -331,6 +331,28 @@ def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog):
     assert any("hooks" in record.getMessage() for record in caplog.records)
 
 
+def test_hooks_of_all_modules_keep_the_tempo_dynamic(caplog):
+    """Catches a graph that would skip a hook which the caller has put on every module."""
+    logging.Logger.warning_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+    target, norms = table_target(4), []
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, args, output: norms.append(output) if module is target.model.norm else None
+    )
+    try:
+        target.generate(
+            PROMPT,
+            assistant_model=table_drafter(target),
+            cache_implementation="static",
+            max_new_tokens=9,
+            do_sample=False,
+        )
+    finally:
+        handle.remove()
+    assert len(norms) > 1
+    assert any("registered for all modules" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("drafter", ["sure-and-wrong", "spread-out"])
 def test_joint_law_of_three_tokens(drafter, monkeypatch, law="repetition"):
     """Catches a q of another temperature than the one staged, where processors run outside of a recording."""

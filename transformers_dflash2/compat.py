@@ -215,6 +215,12 @@ def set_layer_content(layer, keys: torch.Tensor, values: torch.Tensor, length: i
 _PASSIVE_HOOKS = ("transformers.utils.output_capturing", "transformers_dflash2.target")
 
 
+def has_global_hooks() -> bool:
+    """Whether something runs around the forward of every module of the process."""
+    registry = torch.nn.modules.module
+    return bool(registry._global_forward_hooks or registry._global_forward_pre_hooks)
+
+
 def has_active_hooks(module: torch.nn.Module) -> bool:
     """
     Whether something runs around a module's forward that a replayed graph would skip.
@@ -304,6 +310,7 @@ __all__ = [
     "embedding_rows",
     "get_cache",
     "has_active_hooks",
+    "has_global_hooks",
     "layer_states",
     "make_output",
     "must_synchronise_ranks",

@@ -24,7 +24,8 @@ than its arithmetic. While the context is open
 * in linear attention, the short convolution with its activation and the norm with its gate run as one kernel each;
 * at up to 64 rows, plain linear layers of one input run as one product that streams all of their weights, and what
   follows them at once (`silu(gate) * up`, the output side of a drafter's convolution, the residual addition) is done
-  in it; queries, keys and values do so at up to 128 rows, and with more are written side by side as they are made;
+  in it; queries, keys and values do so at up to 128 rows, and where they cannot, above 64 rows, are written side by
+  side as they are made;
 * at up to 64 rows, the narrow product that gives a convolution its coefficients is cut into parts, so that its weights
   arrive from all of the device; the convolution adds them up;
 * at up to 64 rows, 4-bit layers of bitsandbytes run as one product that decodes their weights on the way.
@@ -381,7 +382,7 @@ def _side_by_side(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
     rows, weights = x.flatten(0, -2), [_weight_of(linear) for linear in linears]
     # With fewer rows the kernel may still take some of them.
     is_few = len(rows) <= MAX_ROWS
-    if is_few or torch.is_grad_enabled() or any(weight is None or weight.dtype != x.dtype for weight in weights):
+    if is_few or torch.is_grad_enabled() or any(weight is None for weight in weights):
         return torch.cat([linear(x) for linear in linears], dim=-1)
     sizes = [weight.shape[0] for weight in weights]
     joined = x.new_empty(len(rows), sum(sizes))

@@ -431,6 +431,8 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):
         return "the target carries adapters, which may change from call to call"
+    if compat.has_global_hooks():
+        return "hooks are registered for all modules, which a graph would skip"
     for module in (*target.modules(), *decoding.draft.modules()):
         if compat.has_active_hooks(module):
             return f"{type(module).__name__} has forward hooks, which a graph would skip"

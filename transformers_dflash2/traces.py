@@ -123,6 +123,9 @@ class Trace:
         """
         return _render_text(self, color=color, block=block)
 
+    def __str__(self) -> str:
+        return self.to_text(color=False)
+
     def to_html(self, *, block: int | None = None) -> str:
         """The trace as one HTML page that needs nothing else; `block` is the round it opens with."""
         return _render_html(self, block=block)

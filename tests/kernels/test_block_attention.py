@@ -348,13 +348,15 @@ def test_launch_table():
     for name, record in {**table["devices"], "default": table["default"]}.items():
         assert {entry["element_bytes"] for entry in record["entries"]} == {2, 4}
         for entry in record["entries"]:
-            for key in ("element_bytes", "head_dim", "rows", "rows_max", "block_columns", "num_warps"):
+            steps = ("block_columns", "block_columns_long")
+            for key in ("element_bytes", "head_dim", "rows", "rows_max", "num_warps", *steps):
                 assert entry[key] & (entry[key] - 1) == 0
             tile = entry["head_dim"] * entry["element_bytes"]
-            buffers = 2 * max(entry["num_stages"] - 1, 1) * entry["block_columns"] * tile
-            # Queries, and the weights on their way to the second product.
-            extra = entry["rows_max"] * (tile + 4 * entry["block_columns"])
-            assert buffers + extra <= SHARED_MEMORY_LIMITS[name], entry
+            for columns in (entry[key] for key in steps):
+                buffers = 2 * max(entry["num_stages"] - 1, 1) * columns * tile
+                # Queries, and the weights on their way to the second product.
+                extra = entry["rows_max"] * (tile + 4 * columns)
+                assert buffers + extra <= SHARED_MEMORY_LIMITS[name], entry
 
 
 def test_nearest_entry():
@@ -397,6 +399,7 @@ def test_plan_fills_the_device(table_device):
     assert plan(columns=512).splits == 512 // plan(columns=512).block_columns
     assert plan(batch=128, columns=1024).splits == 1
     assert plan(batch=128).splits == 4, "no program has more than 8192 columns"
+    assert plan(columns=1 << 18) == launch, "with a single row there is no longer one to wait for"
     assert plan(rows=4).block_rows == 16
     assert plan(rows=4 * 32).block_rows == 128
     assert plan(rows=8 * 32).block_rows == 128

@@ -418,14 +418,15 @@ def test_more_rows_than_a_product_takes_lie_side_by_side(device, launches, is_pl
     assert not launches["skinny_linear"]
 
 
-def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypatch):
+@pytest.mark.parametrize("batch", [2, 8])
+def test_coefficients_of_a_convolution_come_in_parts(device, launches, monkeypatch, batch):
     """Catches parts that are cut where they are not read as parts, or read with another convolution's layout."""
     torch.manual_seed(0)
     monkeypatch.setattr(skinny_linear, "device_limits", lambda device: (8, 1 << 16))
     options = {"hidden_size": 128, "conv_group_size": 4, "target_layer_ids": [0, 1]}
     target = table_target(num_hidden_layers=2, hidden_size=128)
     draft = random_weights(random_drafter(target, **options), std=0.05).half().to(device)
-    conv, shape = draft.layers[0].mlp_conv, (2, 5, 128)
+    conv, shape = draft.layers[0].mlp_conv, (batch, 5, 128)
     hidden, residual = (torch.randn(shape, device=device).half() for _ in range(2))
 
     def both_sides():

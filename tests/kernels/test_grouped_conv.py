@@ -113,6 +113,17 @@ def test_coefficients_in_parts(device, dtype, count):
     assert relative_rms(grouped_conv(hidden, base, parts, group_size=2), output) < 2 * torch.finfo(dtype).eps
 
 
+# Up to 16 rows, and more: channels are dealt out to programs of two widths.
+@pytest.mark.parametrize("batch", [2, 4])
+def test_channels_of_several_programs(device, batch):
+    """Catches channels that no program writes, or that read the coefficients of another program's groups."""
+    hidden, base = torch.randn(batch, 5, 1040, device=device), torch.randn(2, 1040, device=device)
+    parts = torch.randn(3, batch, 5, 2, 520, device=device)
+    output = grouped_conv_triton(hidden, base, parts, group_size=2)
+    assert torch.equal(output, grouped_conv_triton(hidden, base, parts[0] + parts[1] + parts[2], group_size=2))
+    assert relative_rms(output, grouped_conv(hidden, base, parts, group_size=2)) < 1e-6
+
+
 def test_strided_inputs(device):
     """Catches contiguous addressing: `prepare` and `finish` pass slices of one projection."""
     hidden, base, _ = conv_inputs(device, 2, 5, 2)

@@ -94,6 +94,8 @@ def exact_rope(qkv, positions, q_weight, k_weight, table, *, num_heads, num_key_
         pytest.param(3, 3, 1, 6, id="odd"),
         pytest.param(2, 4, 2, 16, id="powers-of-two"),
         pytest.param(2, 1, 1, 80, id="wide"),
+        pytest.param(3, 12, 4, 6, id="four-heads-of-a-program"),
+        pytest.param(2, 16, 8, 16, id="eight-heads-of-a-program"),
     ],
 )
 def test_equals_the_reference(device, dtype, rows, q_heads, kv_heads, head_dim):
@@ -204,6 +206,8 @@ def test_strided_rows(device):
         pytest.param(1, 1, 1, 1, 2, id="smallest"),
         pytest.param(2, 3, 5, 3, 6, id="odd"),
         pytest.param(3, 2, 4, 2, 16, id="powers-of-two"),
+        pytest.param(2, 2, 12, 4, 6, id="four-heads-of-a-program"),
+        pytest.param(2, 2, 16, 8, 16, id="eight-heads-of-a-program"),
     ],
 )
 def test_writes_what_two_launches_would(device, dtype, has_norms, batch, entries, q_heads, kv_heads, head_dim):

@@ -32,6 +32,7 @@ from transformers_dflash2.kernels.skinny_linear import (  # noqa: E402
 )
 
 
+CPU = torch.device("cpu")
 HALF_TYPES = [FP16, BF16]
 
 
@@ -124,6 +125,25 @@ def test_number_of_parts(monkeypatch, rows, in_features, out_features, parts):
     assert skinny_linear_parts(torch.device("cpu"), rows, in_features, out_features) == parts
 
 
+def test_steps_in_flight_fit_the_device(monkeypatch):
+    """Catches a launch that devices with less shared memory than the measured one refuse."""
+    for shared_memory in (64 << 10, 99 << 10, 163 << 10, 227 << 10):
+        monkeypatch.setattr(skinny_linear, "device_limits", lambda device, bytes_=shared_memory: (40, bytes_))
+        skinny_linear._launch.cache_clear()
+        skinny_linear._parts_launch.cache_clear()
+        for rows in (16, 64, 128):
+            launches = [skinny_linear._launch(CPU, rows, 4096, features, False) for features in (1024, 8192)]
+            launches = [(*launch, 1) for launch in launches]
+            if rows <= 64:
+                launches.append((*skinny_linear._parts_launch(CPU, rows), 1))
+                launches.append((*skinny_linear._launch(CPU, rows, 4096, 8192, True), 2))
+            for block_out, block_in, num_stages, _, weights in launches:
+                assert num_stages >= 1
+                assert num_stages == 1 or 2 * num_stages * block_in * (block_out * weights + rows) < shared_memory
+    skinny_linear._launch.cache_clear()
+    skinny_linear._parts_launch.cache_clear()
+
+
 def convolution_of(device, dtype, rows, block, taps, out_features, group, parts=None):
     base = torch.randn(taps, out_features, device=device).to(dtype)
     # Both sides of a convolution come from one projection.
@@ -201,6 +221,11 @@ def test_operator(device):
             lambda t: ({"x": t["x"].repeat(33, 1), "weights": t["weights"] * 2}),
             "x has 132 rows; 1 to 128",
             id="rows-side",
+        ),
+        pytest.param(
+            lambda t: ({"x": t["x"].repeat(17, 1), "weights": t["weights"] * 2, "is_gated": True}),
+            "x has 68 rows; 1 to 64",
+            id="rows-gated",
         ),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:40]]}), "which 32 does not divide", id="features"),
         pytest.param(lambda t: ({"weights": [t["weights"][0][:, :64]]}), "should be", id="inputs"),

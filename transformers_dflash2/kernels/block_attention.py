@@ -614,10 +614,11 @@ def _plan(
     )
     block_rows = min(block_rows, entry["rows_max"])
     programs = batch * kv_heads * -(-rows // block_rows)
-    # A program for every multiprocessor: combining more parts takes longer than they save.
+    # A program for every multiprocessor: on an H200, combining more parts takes longer than they save.
     splits = max(1, _multiprocessors(device) // programs)
     # Rows of a batch differ in length; a bound on the columns of one program keeps a long row from being the last.
-    splits = max(splits, -(-columns // entry["split_columns_max"]))
+    if batch > 1:
+        splits = max(splits, -(-columns // entry["split_columns_max"]))
     # Wide steps keep many bytes on their way, in nearly all of a multiprocessor's shared memory. The kernels around a
     # short part lose more by that than it gains.
     is_alone = programs * splits <= _multiprocessors(device)

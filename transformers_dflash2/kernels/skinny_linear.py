@@ -62,7 +62,7 @@ __all__ = [
 MAX_ROWS = 64
 # But they multiply weights side by side one by one, and the narrow ones of keys and values leave a device idle.
 _MAX_ROWS_SIDE_BY_SIDE = 128
-# Every program's share of the output features divides by it.
+# Every weight's output features divide by it.
 _FEATURES_MULTIPLE = 32
 # And every part of the inputs by this.
 _PART_MULTIPLE = 64
@@ -272,7 +272,7 @@ def _convolution_reason(
         return reason
     groups = dynamic.shape[-1]
     group = out_features // groups if groups and out_features % groups == 0 else 0
-    # Programs have 16 or 32 features.
+    # Programs with a convolution have 16 or 32 features.
     if group not in (1, 2, 4, 8, 16):
         return f"dynamic has {groups} groups for {out_features} features; groups of 1, 2, 4, 8 or 16 are supported"
     return None
@@ -312,9 +312,9 @@ def skinny_linear_parts(device: torch.device, rows: int, in_features: int, out_f
         in_features (`int`): Inputs of the weight.
         out_features (`int`): Outputs of the weight.
     """
-    block_out = _parts_launch(device, rows)[0]
+    block_out = gcd(_parts_launch(device, rows)[0], out_features)
     parts, programs = 1, max(1, out_features // block_out)
-    # Some programs for every multiprocessor, each with enough to read.
+    # About a program for every multiprocessor at least, each with enough to read.
     while (
         parts < _MAX_PARTS
         and programs * parts <= device_limits(device)[0]

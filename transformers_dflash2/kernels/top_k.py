@@ -22,8 +22,9 @@ to find these slices first, and to select in them alone: microseconds on an H200
 | torch, in two steps | 53 | 59 | 69 | 73 | 172 |
 | flashinfer 0.6.8 | 50 | | 52 | | 312 |
 
-flashinfer compiles its kernel in its first call, for about two minutes, which no user should meet unasked: it is used
-where the kernel lies compiled already, or where `TRANSFORMERS_DFLASH2_FLASHINFER=1` asks for it. `0` rules it out.
+flashinfer compiles its kernel in its first call, for about two minutes, which no user should meet unasked: where it is
+the fastest, it is used if the kernel lies compiled already, or if `TRANSFORMERS_DFLASH2_FLASHINFER=1` asks for it. `0`
+rules it out.
 """
 
 import logging
