@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from dspark_checks import table_dspark
 from generation_checks import d0, d1, pure_drafter, pure_target, t0
 from test_examples import TEMPLATE
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -70,6 +71,21 @@ def test_greedy_trace_is_the_text(pair):
         if entry.accepted < len(entry.proposed) and entry.bonus is not None:
             assert entry.proposed[entry.accepted] != entry.bonus
     assert "propose" not in vars(draft)
+
+
+@pytest.mark.parametrize(
+    "options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "sampled"]
+)
+def test_trace_of_a_markov_head(options):
+    """Catches a whole vocabulary that is listed for every slot, and candidates without the token that was drawn."""
+    target = t0()
+    traced = inspect(target, table_dspark(target), PROMPT, max_new_tokens=30, **options)
+    assert traced.stats.accepted > 0
+    for entry in traced.rounds:
+        for token, ids, q in zip(entry.proposed, entry.candidate_ids, entry.q, strict=True):
+            assert len(ids) == len(set(ids)) == 8
+            assert options["do_sample"] or (ids[0], q[0]) == (token, 1)
+    assert str(traced) == traced.to_text(color=False)
 
 
 def test_sampled_trace_is_the_text():

@@ -25,7 +25,7 @@ from .traces import Trace, TracedRound
 
 
 # Drafters without a selector choose from the whole vocabulary; this many are shown.
-_V1_CANDIDATES = 8
+_SHOWN_CANDIDATES = 8
 
 
 @torch.no_grad()
@@ -118,13 +118,19 @@ def _recorded_proposals(draft: DFlash2DraftModel) -> Iterator[list[DFlash2Propos
 def _with_odds(
     draft: DFlash2DraftModel, proposal: DFlash2Proposal, slot_hidden: torch.Tensor, anchor_ids: torch.Tensor, head
 ) -> DFlash2Proposal:
-    """A greedy proposal, whose q is one-hot, with the probabilities that its choices were made by."""
+    """
+    A proposal with a few candidates of each slot; a greedy one, whose q is one-hot, with the probabilities that its
+    choices were made by. Those of a Markov head are not known afterwards.
+    """
+    if draft.reads_whole_vocabulary:
+        q, places = proposal.q.topk(min(_SHOWN_CANDIDATES, proposal.q.shape[-1]), dim=-1)
+        return replace(proposal, candidate_ids=proposal.candidate_ids.gather(-1, places), q=q)
     if not bool(((proposal.q == 0) | (proposal.q == 1)).all()):
         return proposal
     config, selector = draft.config, draft.candidate_selector
     unary, candidate_ids = top_candidates(
         head(slot_hidden),
-        top_k=min(config.selector_top_k or _V1_CANDIDATES, config.vocab_size),
+        top_k=min(config.selector_top_k or _SHOWN_CANDIDATES, config.vocab_size),
         multiplier=config.output_multiplier,
         softcap=config.final_logit_softcapping,
     )

@@ -26,8 +26,8 @@ import sys
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from .auto import AutoDraftModel
 from .inspection import inspect
-from .modeling_dflash2 import DFlash2DraftModel
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     target = AutoModelForCausalLM.from_pretrained(options.target, dtype=options.dtype).to(options.device).eval()
-    draft = DFlash2DraftModel.from_pretrained(options.draft, dtype=target.dtype).to(options.device).eval()
+    draft = AutoDraftModel.from_pretrained(options.draft, dtype=target.dtype).to(options.device).eval()
     request = {"max_new_tokens": options.max_new_tokens, "do_sample": options.temperature > 0}
     if options.temperature > 0:
         torch.manual_seed(options.seed)
