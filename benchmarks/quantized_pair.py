@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 from transformers_dflash2 import DFlash2DraftModel
-from transformers_dflash2.benchmark.prompts import PROMPTS
+from transformers_dflash2.benchmark.prompts import PROMPTS, encode_chat
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -49,8 +49,7 @@ def load(folder, name, work):
 def measure(target, draft, tokenizer, args):
     same = new_tokens = rounds = accepted = unsteady = 0
     for prompt in PROMPTS[: args.prompts]:
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = encode_chat(tokenizer, prompt)
         options = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
         steps = target.generate(**inputs, **options, return_dict_in_generate=True, output_logits=True)
         plain = steps.sequences

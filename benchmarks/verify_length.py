@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import transformers_dflash2
 from transformers_dflash2 import AutoDraftModel
-from transformers_dflash2.benchmark.prompts import PROMPTS
+from transformers_dflash2.benchmark.prompts import PROMPTS, encode_chat
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -43,8 +43,7 @@ def measure(target, draft, tokenizer, args, options, expected):
     totals = {"new_tokens": 0, "rounds": 0, "drafted": 0, "accepted": 0}
     same = 0
     for index, prompt in enumerate(PROMPTS[: args.prompts]):
-        chat = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        inputs = encode_chat(tokenizer, prompt)
         output = target.generate(
             **inputs, max_new_tokens=args.max_new_tokens, do_sample=False, assistant_model=draft, **options
         )

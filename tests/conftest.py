@@ -97,6 +97,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def fresh_reports(caplog):
+    """Collects what the library reports; what it says once in the life of a process it says anew."""
+    logging.Logger.warning_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+    return caplog
+
+
 class _DeprecationNotices(logging.Handler):
     """Collects what `transformers` logs about deprecated use."""
 

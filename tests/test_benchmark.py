@@ -306,25 +306,25 @@ def test_quantised_rounds(capsys):
     assert script["table"]([row, failed]).endswith("bnb-nf4: left out, no kernel")
 
 
-@pytest.fixture
-def small_pair(tmp_path):
-    """Folders of a target with a tokenizer that knows chats, and of a drafter."""
+def save_pair(folder, *, chat_template=None):
+    """A target with its tokenizer, and its drafter; returns the arguments that name their folders."""
     target, tokenizer = t0(), text_tokenizer()
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    target.save_pretrained(tmp_path / "target")
-    tokenizer.save_pretrained(tmp_path / "target")
-    table_drafter(target).save_pretrained(tmp_path / "draft")
-    return ["--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft")]
+    tokenizer.chat_template = chat_template
+    target.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    table_drafter(target).save_pretrained(folder / "draft")
+    return ["--target", str(folder / "target"), "--draft", str(folder / "draft")]
 
 
 @pytest.mark.parametrize(
     ("name", "options"), [("verify_length", ["--thresholds", "0.5"]), ("quantized_pair", ["--formats", "dense"])]
 )
-def test_scripts_on_a_pair(name, options, small_pair, monkeypatch, capsys):
+def test_scripts_on_a_pair(name, options, tmp_path, monkeypatch, capsys):
     """Catches a script whose imports have moved, and a text that changes with the setting."""
     script = runpy.run_path(str(Path(__file__).parent.parent / "benchmarks" / f"{name}.py"))
     lengths = ["--prompts", "2", "--max-new-tokens", "10"]
-    monkeypatch.setattr(sys, "argv", [name, *small_pair, *lengths, *options])
+    pair = save_pair(tmp_path, chat_template="{% for message in messages %}{{ message.content }}{% endfor %}")
+    monkeypatch.setattr(sys, "argv", [name, *pair, *lengths, *options])
     script["main"]()
     printed = capsys.readouterr().out
     record = json.loads(printed[printed.index("{\n") :])
@@ -336,19 +336,8 @@ def test_scripts_on_a_pair(name, options, small_pair, monkeypatch, capsys):
 
 def test_command_on_a_real_pair(tmp_path):
     """Catches folders that are not loaded, prompts that are not padded, and lookups that are not counted."""
-    target = t0()
-    target.save_pretrained(tmp_path / "target")
-    text_tokenizer().save_pretrained(tmp_path / "target")
-    table_drafter(target).save_pretrained(tmp_path / "draft")
     host_v1().save_pretrained(tmp_path / "v1")
-    pair = [
-        "--target",
-        str(tmp_path / "target"),
-        "--draft",
-        str(tmp_path / "draft"),
-        "--host-v1",
-        str(tmp_path / "v1"),
-    ]
+    pair = [*save_pair(tmp_path), "--host-v1", str(tmp_path / "v1")]
     methods = ["--methods", "plain", "prompt-lookup", "host-dflash-v1", "dynamic"]
     record = main([*pair, "--prompts", "2", "--batch", "1", *methods, *RUN])
     plain, lookup, v1, dynamic = record["results"]

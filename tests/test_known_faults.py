@@ -487,16 +487,14 @@ def test_fault_13_static_buffers_give_the_same_tokens(accept, caplog):
         assert len(reasons) <= 1, "the reason is logged more than once"
 
 
-def test_fault_13_reason_for_the_dynamic_cache_is_logged(caplog):
+def test_fault_13_reason_for_the_dynamic_cache_is_logged(fresh_reports):
     """Catches a request for a static cache that is dropped without a word, where it cannot be honoured."""
     target, draft = t0(), d0()
     options = {"max_new_tokens": 5, "return_dict_in_generate": True, "output_hidden_states": True}
-    # Reasons are given once in the life of a process.
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.INFO, logger="transformers_dflash2")
+    fresh_reports.set_level(logging.INFO, logger="transformers_dflash2")
     target.generate(PROMPT, assistant_model=draft, do_sample=False, cache_implementation="static", **options)
     target.generate(PROMPT, assistant_model=draft, do_sample=False, cache_implementation="static", **options)
-    assert sum("static" in record.getMessage() for record in caplog.records) == 1
+    assert sum("static" in record.getMessage() for record in fresh_reports.records) == 1
 
 
 def test_fault_13_static_cache_object_is_refused_before_any_work():

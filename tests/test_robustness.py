@@ -1,7 +1,6 @@
 """What a stranger tries: cancelled calls, other people's wrappers, shared models, odd places for options."""
 
 import functools
-import logging
 import threading
 import warnings
 
@@ -35,13 +34,6 @@ class CancellingStreamer:
 
     def end(self):
         pass
-
-
-@pytest.fixture
-def fresh_reports(caplog):
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
-    return caplog
 
 
 @pytest.mark.parametrize("processors", [{}, {"repetition_penalty": 1.3}], ids=["block", "step-by-step"])

@@ -1,7 +1,6 @@
 """The static tempo on the CPU: the code path of the CUDA graphs, without the graphs."""
 
 import gc
-import logging
 import weakref
 
 import pytest
@@ -107,10 +106,8 @@ def test_families(model_type, options):
         assert torch.equal(static(target, draft, **inputs), expected)
 
 
-def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog):
+def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(fresh_reports):
     """Catches another text than plain decoding gives, because the static tempo honours a cap that sdpa ignores."""
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     try:
         target = table_target(model_type="gemma2", mix=0.1, attn_implementation="sdpa")
     except ValueError:
@@ -118,7 +115,7 @@ def test_a_cap_that_sdpa_leaves_out_keeps_the_tempo_dynamic(caplog):
     inputs = {"inputs": PROMPT, "max_new_tokens": 20, "do_sample": False}
     drafted = target.generate(assistant_model=half_right(target), cache_implementation="static", **inputs)
     assert torch.equal(drafted, target.generate(**inputs))
-    assert any("attn_logit_softcapping" in record.getMessage() for record in caplog.records)
+    assert any("attn_logit_softcapping" in record.getMessage() for record in fresh_reports.records)
 
 
 def test_windows_of_the_drafter(monkeypatch):
@@ -230,15 +227,13 @@ def test_a_round_is_kept_for_the_arguments_it_was_made_with():
     assert not torch.equal(texts[0], texts[1])
 
 
-def test_arguments_that_no_key_can_hold_keep_the_tempo_dynamic(caplog):
+def test_arguments_that_no_key_can_hold_keep_the_tempo_dynamic(fresh_reports):
     """Catches a recording that holds somebody's object, whose content may change."""
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     target = shifting(table_target(11))
     inputs = {"inputs": PROMPT, "max_new_tokens": 12, "do_sample": False, "shifts": {"by": 2}}
     drafted = target.generate(assistant_model=table_drafter(target), cache_implementation="static", **inputs)
     assert torch.equal(drafted, target.generate(**inputs))
-    assert any("not staged: shifts" in record.getMessage() for record in caplog.records)
+    assert any("not staged: shifts" in record.getMessage() for record in fresh_reports.records)
 
 
 @pytest.mark.parametrize("freed", ["target", "drafter"])
@@ -296,16 +291,14 @@ def test_an_exception_frees_the_round():
     ],
     ids=["hidden-states"],
 )
-def test_falls_back_with_one_reason(options, word, caplog):
+def test_falls_back_with_one_reason(options, word, fresh_reports):
     """Catches a request for the static tempo that is dropped without a word, or crashes."""
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
     inputs = {"inputs": PROMPT, "max_new_tokens": 9, "do_sample": False, **options}
     expected = t0().generate(**inputs)
     for _ in range(2):
         drafted = t0().generate(**inputs, assistant_model=d0(), cache_implementation="static")
         assert torch.equal(drafted.sequences, expected.sequences)
-    assert sum(word in record.getMessage() for record in caplog.records) == 1
+    assert sum(word in record.getMessage() for record in fresh_reports.records) == 1
 
 
 def test_the_hosts_own_recording_hooks_do_not_matter():
@@ -316,41 +309,32 @@ def test_the_hosts_own_recording_hooks_do_not_matter():
     assert torch.equal(static(target, table_drafter(target), **inputs), target.generate(**inputs))
 
 
-def test_hooks_of_the_caller_keep_the_tempo_dynamic(caplog):
-    """Catches a graph that would skip a hook which the caller has put on the target."""
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
+@pytest.mark.parametrize(
+    ("register", "reason"),
+    [
+        pytest.param(lambda norm, hook: norm.register_forward_hook(hook), "has forward hooks", id="of-the-target"),
+        pytest.param(
+            lambda norm, hook: torch.nn.modules.module.register_module_forward_hook(
+                lambda module, *args: hook(module, *args) if module is norm else None
+            ),
+            "hooks are registered for all modules",
+            id="of-all-modules",
+        ),
+    ],
+)
+def test_hooks_of_the_caller_keep_the_tempo_dynamic(register, reason, fresh_reports):
+    """Catches a graph that would skip a hook which the caller has put on the target, or on every module."""
     target = table_target(4)
-    seen = []
-    handle = target.model.norm.register_forward_hook(lambda *args: seen.append(args[2].shape[1]))
-    target.generate(
-        PROMPT, assistant_model=table_drafter(target), cache_implementation="static", max_new_tokens=9, do_sample=False
-    )
-    handle.remove()
-    assert len(seen) > 1
-    assert any("hooks" in record.getMessage() for record in caplog.records)
-
-
-def test_hooks_of_all_modules_keep_the_tempo_dynamic(caplog):
-    """Catches a graph that would skip a hook which the caller has put on every module."""
-    logging.Logger.warning_once.cache_clear()
-    caplog.set_level(logging.WARNING, logger="transformers_dflash2")
-    target, norms = table_target(4), []
-    handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, args, output: norms.append(output) if module is target.model.norm else None
-    )
+    draft, seen = table_drafter(target), []
+    handle = register(target.model.norm, lambda *args: seen.append(args[2].shape[1]))
     try:
         target.generate(
-            PROMPT,
-            assistant_model=table_drafter(target),
-            cache_implementation="static",
-            max_new_tokens=9,
-            do_sample=False,
+            PROMPT, assistant_model=draft, cache_implementation="static", max_new_tokens=9, do_sample=False
         )
     finally:
         handle.remove()
-    assert len(norms) > 1
-    assert any("registered for all modules" in record.getMessage() for record in caplog.records)
+    assert len(seen) > 1
+    assert any(reason in record.getMessage() for record in fresh_reports.records)
 
 
 @pytest.mark.parametrize("drafter", ["sure-and-wrong", "spread-out"])

@@ -13,7 +13,6 @@
 # limitations under the License.
 """How many drafted tokens are verified: the rule, its law, its limits, and what the caller may say about it."""
 
-import logging
 import math
 
 import pytest
@@ -186,12 +185,11 @@ def test_options_that_mean_nothing(options, words):
         t0().generate(PROMPT, assistant_model=d0(), max_new_tokens=4, **options)
 
 
-def test_static_tempo_says_that_its_blocks_have_one_length(caplog):
+def test_static_tempo_says_that_its_blocks_have_one_length(fresh_reports):
     """Catches an option that has no effect and no message."""
-    logging.Logger.warning_once.cache_clear()
     draft_kwargs = {"cache_implementation": "static", **HEURISTIC}
     assert_same_tokens(t0(), d0(), PROMPT, max_new_tokens=20, draft_kwargs=draft_kwargs)
-    assert any("blocks of one length" in record.getMessage() for record in caplog.records)
+    assert any("blocks of one length" in record.getMessage() for record in fresh_reports.records)
 
 
 # ------------------------------------------------------------------------------------------------------- the law

@@ -40,6 +40,8 @@ CACHE_KEY = (
     if "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     else "past_key_values"
 )
+# Callers may use either.
+CACHE_KEYS = ("cache", "past_key_values")
 
 # Names of `cache_implementation` that ask for preallocated buffers.
 STATIC_CACHE_IMPLEMENTATIONS = (
@@ -55,7 +57,7 @@ STATIC_CACHE_IMPLEMENTATIONS = (
 
 def get_cache(model_kwargs: dict[str, Any]) -> Cache | None:
     """The key-value cache among the keyword arguments of a model call, under whichever name it travels."""
-    for key in ("cache", "past_key_values"):
+    for key in CACHE_KEYS:
         if model_kwargs.get(key) is not None:
             return model_kwargs[key]
     return None
@@ -301,6 +303,7 @@ def vocabulary_shard(head: torch.nn.Module) -> int | None:
 
 __all__ = [
     "CACHE_KEY",
+    "CACHE_KEYS",
     "STATIC_CACHE_IMPLEMENTATIONS",
     "attention_layers",
     "block_inputs",

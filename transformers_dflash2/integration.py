@@ -242,7 +242,7 @@ def _static_options(
     implementation = effective("cache_implementation")
     if implementation is None:
         # The host refuses a cache beside any `cache_implementation`.
-        brings_cache = any(options.get(name) is not None for name in ("cache", "past_key_values"))
+        brings_cache = any(options.get(name) is not None for name in compat.CACHE_KEYS)
         if not on_cuda or brings_cache or effective("disable_compile"):
             return None
     elif implementation not in compat.STATIC_CACHE_IMPLEMENTATIONS:

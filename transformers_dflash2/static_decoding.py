@@ -56,7 +56,6 @@ logger = logging.getLogger("transformers_dflash2")
 MIN_CAPACITY = 512
 # Tensors among the model inputs that a round computes on its own or needs for the prefill only.
 _STAGED_MODEL_INPUTS = ("attention_mask", "inputs_embeds", "position_ids")
-_CACHE_KEYS = ("cache", "past_key_values")
 
 
 class StaticDecoding(SpeculativeDecoding):
@@ -126,6 +125,7 @@ class StaticDecoding(SpeculativeDecoding):
         while capacity < self.max_length - self.prompt_columns + columns + block + rows_of_a_pass:
             capacity *= 2
         prefilled = compat.get_cache(self.model_kwargs)
+        self._verify_kwargs = self._static_kwargs()
         key = (
             row_bucket(self.batch_size),
             capacity,
@@ -135,7 +135,7 @@ class StaticDecoding(SpeculativeDecoding):
             self._position_base.shape[:-2],
             None if self.compile_options is None else repr(sorted(self.compile_options.items())),
             # A graph has been recorded with these.
-            repr(sorted(self._static_kwargs().items())),
+            repr(sorted(self._verify_kwargs.items())),
         )
         try:
             round_ = take_round(
@@ -173,16 +173,13 @@ class StaticDecoding(SpeculativeDecoding):
         self.session.context = round_.context
         self.session.target_dtype = round_.feature_dtype
         self._kept = [0] * self.batch_size
-        self._verify_kwargs = self._static_kwargs()
 
     def _stay_dynamic(self, reason: str) -> None:
         self._accept_key = None
         logger.warning_once(f"The static tempo is not used: {reason}. The output is the same.")
 
     def _static_kwargs(self) -> dict[str, Any]:
-        kwargs = {
-            key: value for key, value in self.model_kwargs.items() if key not in (*_STAGED_MODEL_INPUTS, *_CACHE_KEYS)
-        }
+        kwargs = _unstaged_inputs(self.model_kwargs)
         if "logits_to_keep" in kwargs:
             kwargs["logits_to_keep"] = self.slots + 1
         return kwargs
@@ -389,6 +386,12 @@ def _compile_options(compile_config, device: torch.device) -> dict[str, Any] | N
     return options
 
 
+def _unstaged_inputs(model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a round hands on to the target as the call has it."""
+    staged = (*_STAGED_MODEL_INPUTS, *compat.CACHE_KEYS)
+    return {name: value for name, value in model_kwargs.items() if name not in staged}
+
+
 def _is_setting(value: Any) -> bool:
     """Whether a model input is a plain value, which a recording may hold as long as its round is kept by it."""
     if isinstance(value, list | tuple):
@@ -420,13 +423,9 @@ def static_ineligible_reason(decoding: SpeculativeDecoding) -> str | None:
         return f"attn_logit_softcapping={cap} is left out by sdpa and would be honoured; load with eager attention"
     if torch.is_autocast_enabled(decoding.device.type):
         return "autocast is on, and buffers have one dtype"
-    unstaged = sorted(
-        name
-        for name, value in decoding.model_kwargs.items()
-        if name not in (*_STAGED_MODEL_INPUTS, *_CACHE_KEYS) and not _is_setting(value)
-    )
+    unstaged = [name for name, value in _unstaged_inputs(decoding.model_kwargs).items() if not _is_setting(value)]
     if unstaged:
-        return f"the target gets model inputs that are not staged: {', '.join(unstaged)}"
+        return f"the target gets model inputs that are not staged: {', '.join(sorted(unstaged))}"
     if target.training:
         return "the target is in training mode"
     if any("lora" in name for name, _ in target.named_parameters()):

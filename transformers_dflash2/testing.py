@@ -53,6 +53,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from . import compat
 from .configuration_dflash2 import DFlash2Config
 from .modeling_dflash2 import DFlash2DraftModel
 
@@ -525,7 +526,7 @@ def returned_cache(output: Any):
     Returns:
         [`~transformers.Cache`] or `None`: the cache.
     """
-    for name in ("cache", "past_key_values"):
+    for name in compat.CACHE_KEYS:
         if name in output:
             return output[name]
     return None

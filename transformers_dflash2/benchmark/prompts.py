@@ -33,4 +33,19 @@ PROMPTS = (
 )
 
 
-__all__ = ["PROMPTS"]
+def encode_chat(tokenizer, prompt: str):
+    """
+    A user's message as a target reads it.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): The target's, with a chat template.
+        prompt (`str`): The message.
+
+    Returns:
+        [`~transformers.BatchEncoding`]: one row of ids and its mask.
+    """
+    chat = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+
+
+__all__ = ["PROMPTS", "encode_chat"]
